@@ -1,0 +1,244 @@
+"""The typed schema of everything under conf/: one dataclass a group; a field's docstring is its help text.
+
+Hydra composes YAML and the command line into this schema, so an unknown key or a wrong type fails before
+anything heavy is imported. Inside the code there are only these plain objects, never a DictConfig.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+SCHEMA_VERSION = 1
+PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
+STRATEGIES = ("ddp", "fsdp2")
+
+
+@dataclass
+class Objective:
+    """What "better" means: used by best-checkpoint choice, early stopping, plateau schedules, searches and reports."""
+
+    metric: str = "val/accuracy"
+    """A metric the recipe reports after each validation (see `recipe.metrics`)."""
+    mode: str = "max"
+    """`max` or `min`."""
+
+
+@dataclass
+class Transforms:
+    """Batch transforms, applied in order; each is a `_target_` with its arguments (e.g. torchvision.transforms.v2)."""
+
+    train: list[dict[str, Any]] = field(default_factory=list)
+    """Applied to training batches only (augmentation)."""
+    eval: list[dict[str, Any]] = field(default_factory=list)
+    """Applied to validation and test batches."""
+
+
+@dataclass
+class Data:
+    """Which samples, how they are split, and how large a batch is."""
+
+    name: str = MISSING
+    """Short name, shown in the plan and used as the folder under `data.root`."""
+    dataset: dict[str, Any] = field(default_factory=dict)
+    """The plug-in: `_target_` of a function that returns `manta.data.Splits`, and its arguments."""
+    input_shape: list[int] = MISSING
+    """Shape of one sample, channels first, e.g. [1, 8, 8]. Models take their input size from it."""
+    num_classes: int = MISSING
+    """Number of classes. Models take their output size from it."""
+    root: str = "data"
+    """Folder of downloaded data; a relative path is relative to where the command was typed."""
+    download: bool = True
+    """Fetch what is missing under `root` (once a node, under a file lock)."""
+    batch_size: int = 64
+    """The GLOBAL batch: samples per optimizer step over all workers. Changing `scaling` does not change it."""
+    micro_batch_size: int | None = None
+    """Samples per worker per forward pass; null = the worker's whole share. Smaller values accumulate gradients."""
+    eval_batch_size: int | None = None
+    """Samples per worker per forward pass in evaluation; null = the largest training share."""
+    num_workers: int = 0
+    """DataLoader processes per training worker, for data sets that are not held in memory."""
+    prefetch_factor: int = 4
+    """Batches each DataLoader process prepares ahead."""
+    val_fraction: float = 0.1
+    """Share of the training set carved off for validation where a data set has no validation split."""
+    split_seed: int = 0
+    """Seed of that split; kept apart from `seed` so that runs with different seeds share their splits."""
+    transforms: Transforms = field(default_factory=Transforms)
+
+
+@dataclass
+class Recipe:
+    """The training function and what it reports."""
+
+    _target_: str = MISSING
+    """A class with the `manta.recipes.Recipe` interface."""
+    metrics: list[str] = field(default_factory=list)
+    """What the recipe reports after each validation; `objective.metric` must be one of them."""
+
+
+@dataclass
+class Ema:
+    """Exponential moving average of the weights; validation, test and `best` use it when it is on."""
+
+    enabled: bool = False
+    decay: float = 0.999
+    """Per optimizer step."""
+
+
+@dataclass
+class EarlyStopping:
+    """Stop when the objective has not improved."""
+
+    patience: int | None = None
+    """Validations without improvement before stopping; null = never."""
+    min_delta: float = 0.0
+    """An improvement smaller than this does not count."""
+
+
+@dataclass
+class Checkpointing:
+    """When checkpoints are written and which are kept. `last` and `best` always exist."""
+
+    every_n_steps: int | None = None
+    """Also write one every so many optimizer steps."""
+    every_s: float | None = None
+    """Also write one when so many seconds have passed since the last."""
+    every_n_epochs: int = 1
+    """Write one after every so many epochs; 0 = only at the end."""
+    keep: int = 1
+    """How many of the newest are kept beside `best`."""
+    asynchronous: bool = True
+    """Write in a background thread; training only waits for the copy to host memory."""
+
+
+@dataclass
+class Training:
+    """The loop."""
+
+    epochs: int | None = 10
+    """Passes over the training set; null = until `max_steps`."""
+    max_steps: int | None = None
+    """Optimizer steps at most; null = no limit."""
+    precision: str = "fp32"
+    """fp32, bf16 or fp16 (autocast), fp64 (whole model in double)."""
+    grad_clip_norm: float | None = None
+    """Clip the gradient's global L2 norm to this; null = off."""
+    label_smoothing: float = 0.0
+    """Label smoothing of the training loss."""
+    ema: Ema = field(default_factory=Ema)
+    early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
+    checkpoint: Checkpointing = field(default_factory=Checkpointing)
+    compile: bool = False
+    """torch.compile the model."""
+    deterministic: bool = False
+    """Only deterministic kernels (slower on GPUs; on CPUs results repeat bit for bit anyway)."""
+    nonfinite_guard: bool = True
+    """Stop with a clear error before an optimizer step would use a loss or gradient that is NaN or infinite."""
+    log_every_n_steps: int = 10
+    """Steps between `train/*` lines in metrics.jsonl."""
+    val_every_n_epochs: int = 1
+    """Epochs between validations (the last epoch is always validated)."""
+    limit_train_batches: int | None = None
+    """Steps per epoch at most (debugging); null = all."""
+    limit_eval_batches: int | None = None
+    """Evaluation batches at most (debugging); null = all."""
+    overfit_batches: int | None = None
+    """Train on only the first so many global batches, again and again, unshuffled (debugging); null = off."""
+    test: bool = True
+    """After training, evaluate the best checkpoint once on the test split."""
+    profile: bool = False
+    """Write a torch profiler trace of a few steps of rank 0 to the run directory."""
+
+
+@dataclass
+class Scaling:
+    """How many workers and what each gets. The names are Ray's `ScalingConfig`'s."""
+
+    num_workers: int | str | None = "auto"
+    """Training workers; 0 = in this process, without Ray; auto = one per GPU, else one on CPU."""
+    max_workers: int | None = None
+    """With a number here the run is elastic between `num_workers` and this (Ray's `num_workers=(min, max)`)."""
+    use_gpu: bool | None = None
+    """One GPU per worker; null = if there are any."""
+    resources_per_worker: dict[str, float] | None = None
+    """E.g. {CPU: 4, GPU: 1}; null = the machine's CPUs shared out, one GPU each."""
+    placement_strategy: str = "PACK"
+    """Ray's: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD."""
+    accelerator_type: str | None = None
+    """E.g. H100; see ray.util.accelerators."""
+    strategy: str = "ddp"
+    """ddp, or fsdp2 for models that do not fit on one device."""
+    max_failures: int = 0
+    """How often a lost worker is replaced and training resumed from the last checkpoint before the run fails."""
+    timeout_s: int = 1800
+    """Seconds a collective may take before the process group gives up."""
+
+
+@dataclass
+class Cluster:
+    """Where Ray comes from."""
+
+    kind: str = "local"
+    """local = our own Ray on this machine; existing = join the one at `address`."""
+    address: str | None = None
+    """For existing: `auto` or host:port."""
+    num_cpus: int | None = None
+    """For local: CPUs Ray may hand out; null = the machine's."""
+    num_gpus: int | None = None
+    """For local: GPUs Ray may hand out; null = the machine's. May be declared without having any: a rehearsal on CPU."""
+    object_store_memory: int | None = 200_000_000
+    """For local: bytes of shared memory for Ray's object store; null = Ray's default (30 % of memory)."""
+    wait_s: float = 600.0
+    """How long a launch waits for busy resources before it gives up."""
+
+
+@dataclass
+class Storage:
+    """Where results go."""
+
+    path: str = "outputs"
+    """Run directories are created under it; on several nodes it must be shared by all of them."""
+
+
+@dataclass
+class Config:
+    """One run."""
+
+    schema_version: int = SCHEMA_VERSION
+    """Version of this schema, stored with every run; not a setting."""
+    name: str | None = None
+    """Appended to the run directory's name."""
+    tags: list[str] = field(default_factory=list)
+    """Free labels to find runs by."""
+    seed: int = 0
+    """Seeds weights, sample order and every random generator of every rank."""
+    resume: str | None = None
+    """`latest` or a run directory: continue that run from its last checkpoint with its own saved configuration."""
+    plan: bool = False
+    """Print the plan and stop."""
+    traceback: bool = False
+    """Show Python tracebacks with errors."""
+    allowed_targets: list[str] = field(default_factory=lambda: ["manta", "torch", "torchvision"])
+    """Packages that a `_target_` may come from."""
+    objective: Objective = field(default_factory=Objective)
+    model: dict[str, Any] = field(default_factory=dict)
+    """The plug-in: `_target_` of a torch.nn.Module (or function returning one) and its arguments."""
+    data: Data = field(default_factory=Data)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    """The plug-in: `_target_` called with the parameters first, and its arguments."""
+    scheduler: dict[str, Any] = field(default_factory=dict)
+    """The plug-in: `_target_` called with the optimizer first; `unit` (step, epoch or validation) says when it steps."""
+    recipe: Recipe = field(default_factory=Recipe)
+    training: Training = field(default_factory=Training)
+    scaling: Scaling = field(default_factory=Scaling)
+    cluster: Cluster = field(default_factory=Cluster)
+    search: dict[str, Any] = field(default_factory=dict)
+    tracking: dict[str, Any] = field(default_factory=dict)
+    storage: Storage = field(default_factory=Storage)
+
+
+def register() -> None:
+    """Make the schema known to Hydra; conf/config.yaml names it first in its defaults list."""
+    ConfigStore.instance().store(name="schema", node=Config)

@@ -1,0 +1,139 @@
+"""`_target_`: the one helper that finds, checks and builds what a researcher plugs in."""
+
+import importlib
+import inspect
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from manta.errors import MantaError, nearest
+
+
+def split(spec: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """A plug-in's config as (target, arguments)."""
+    return str(spec["_target_"]), {key: value for key, value in spec.items() if key != "_target_"}
+
+
+def check_allowed(key: str, spec: Mapping[str, Any], allowed: Sequence[str]) -> None:
+    """Refuse a missing `_target_` or one outside the allow-list; imports nothing.
+
+    Raises:
+        MantaError: naming `key`, the target and the allowed packages.
+    """
+    target = spec.get("_target_")
+    if not isinstance(target, str) or not target:
+        raise MantaError(
+            f"{key}._target_ is {target!r}: it must be the dotted name of a class or function, e.g. manta.models.mlp.MLP."
+        )
+    if target.split(".")[0] not in allowed or "." not in target:
+        raise MantaError(
+            f"{key}._target_={target} is outside the allowed packages ({', '.join(allowed)}). "
+            f"If you trust it: 'allowed_targets=[{','.join([*allowed, target.split('.')[0]])}]'"
+        )
+
+
+def locate(key: str, target: str, allowed: Sequence[str]) -> Callable[..., Any]:
+    """Import a target.
+
+    Raises:
+        MantaError: it does not exist, cannot be called, or is only re-exported by an allowed package.
+    """
+    parts = target.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        module_name = ".".join(parts[:cut])
+        try:
+            found: Any = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
+                continue
+            raise MantaError(f"{key}._target_={target}: importing {module_name} needs {error.name}, not installed.") from error
+        for name in parts[cut:]:
+            if not hasattr(found, name):
+                hint = nearest(name, dir(found))
+                raise MantaError(
+                    f"{key}._target_={target} does not exist: {getattr(found, '__name__', module_name)} has no {name!r}."
+                    + (f" Did you mean {hint!r}?" if hint else "")
+                )
+            found = getattr(found, name)
+        if not callable(found) or (getattr(found, "__module__", None) or "").split(".")[0] not in allowed:
+            raise MantaError(f"{key}._target_={target} is not a class or function of {', '.join(allowed)}.")
+        return typing.cast(Callable[..., Any], found)
+    raise MantaError(f"{key}._target_={target} does not exist: no module {parts[0]!r}.")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a config value may be passed where `hint` is annotated; unknown annotations accept anything."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, arg) for arg in args)
+    if origin is typing.Literal:
+        return value in args
+    if origin in (list, tuple, Sequence):
+        inner = args[0] if args else Any
+        return isinstance(value, (list, tuple)) and all(_fits(item, inner) for item in value)
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if hint in (str, bool):
+        return isinstance(value, hint)
+    if hint is type(None):
+        return value is None
+    # Anything else (Tensor, Callable, ...) cannot be written in YAML, so plain values must match another member.
+    return not (isinstance(hint, type) and isinstance(value, (int, float, str, bool, type(None))) and hint is not object)
+
+
+def bind(key: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Check arguments against the signature without calling.
+
+    Raises:
+        MantaError: an argument does not exist, is missing, or has the wrong type.
+    """
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some C functions have none
+        return
+    parameters = signature.parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    for name in kwargs:
+        if name not in parameters and not takes_any:
+            known = list(parameters)[len(args):]
+            hint = nearest(name, known)
+            raise MantaError(
+                f"{key}.{name} is not an argument of {function.__qualname__}."
+                + (f" Did you mean {key}.{hint}?" if hint else f" It takes: {', '.join(known)}.")
+            )
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise MantaError(f"{key}: {function.__qualname__} {error}.") from error
+    try:
+        hints = typing.get_type_hints(function.__init__ if inspect.isclass(function) else function)
+    except Exception:  # annotations that cannot be evaluated say nothing
+        return
+    for name, value in kwargs.items():
+        if name in hints and not _fits(value, hints[name]):
+            wanted = getattr(hints[name], "__name__", None) if isinstance(hints[name], type) else str(hints[name])
+            raise MantaError(f"{key}.{name}={value!r} has the wrong type: {function.__qualname__} takes {wanted}.")
+
+
+def build(key: str, spec: Mapping[str, Any], allowed: Sequence[str], *args: Any, **extra: Any) -> Any:
+    """Build a plug-in from its config; `extra` fills arguments that the config leaves out or null.
+
+    Raises:
+        MantaError: as `check_allowed`, `locate` and `bind`, or when the constructor refuses its values.
+    """
+    check_allowed(key, spec, allowed)
+    target, kwargs = split(spec)
+    function = locate(key, target, allowed)
+    parameters = inspect.signature(function).parameters
+    for name, value in extra.items():
+        if name in parameters and kwargs.get(name) is None:
+            kwargs[name] = value
+    bind(key, function, args, kwargs)
+    try:
+        return function(*args, **kwargs)
+    except (ValueError, TypeError) as error:
+        shown = ", ".join(f"{name}={value!r}" for name, value in kwargs.items() if name not in extra)
+        raise MantaError(f"{key}: {target} refuses its arguments ({shown}): {error}") from error
