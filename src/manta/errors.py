@@ -13,6 +13,10 @@ FINISHED, FAILED, INVALID, INTERRUPTED = 0, 1, 2, 130
 class MantaError(Exception):
     """A mistake the user can mend: the message names the setting, its value, what is allowed and the way out."""
 
+    def __init__(self, message: str, code: int = INVALID) -> None:
+        super().__init__(message)
+        self.code = code
+
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name closest to a mistyped one, or None if nothing is close."""

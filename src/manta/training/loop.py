@@ -1,0 +1,375 @@
+"""The loop: epochs, validations, checkpoints, and stopping; exact across ranks and interruptions."""
+
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from manta.config import Config
+from manta.data import Splits
+from manta.data.transforms import build_transforms
+from manta.session import Agreement, Session
+from manta.training.checkpoint import CheckpointWriter, find_checkpoint, load_checkpoint
+from manta.training.evaluation import evaluate
+from manta.training.learner import Learner
+from manta.training.loader import Loader
+from manta.training.rng import rng_state, seed_everything, seed_rank, set_rng_state
+from manta.training.sampler import Step, epoch_order, training_steps
+
+
+@dataclass
+class Progress:
+    """Where a run is; the same on every rank."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    epoch: int = 0
+    """Epochs completed."""
+    offset: int = 0
+    """Samples of the current epoch already used."""
+    window: int = 0
+    """Samples since the last train line."""
+    best: dict[str, Any] | None = None
+    """{"value", "step", "epoch", "metrics"} of the best validation so far."""
+    stale: int = 0
+    """Validations since then."""
+    validated: int = -1
+    """Step of the last validation."""
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    """What was last reported."""
+
+
+class Stopwatch:
+    """Training speed, with evaluation and checkpoints not counted."""
+
+    def __init__(self) -> None:
+        self.samples, self.seconds = 0, 0.0
+        self._mark = (0, 0.0)
+        self._started: float | None = None
+
+    def start(self) -> None:
+        self._started = time.perf_counter()
+
+    def stop(self) -> None:
+        if self._started is not None:
+            self.seconds += time.perf_counter() - self._started
+            self._started = None
+
+    def lap(self) -> float:
+        """Samples per second since the last lap."""
+        self.stop()
+        self.start()
+        samples, seconds = self.samples - self._mark[0], self.seconds - self._mark[1]
+        self._mark = (self.samples, self.seconds)
+        return samples / max(seconds, 1e-9)
+
+
+def epoch_length(config: Config, size: int) -> tuple[int, int]:
+    """(samples, optimizer steps) of an epoch over `size` training samples."""
+    batch = config.data.batch_size
+    limits = [n * batch for n in (config.training.limit_train_batches, config.training.overfit_batches) if n is not None]
+    samples = min([size, *limits])
+    return samples, math.ceil(samples / batch)
+
+
+def training_length(config: Config, size: int) -> dict[str, int]:
+    """The length of the whole training in each unit of a schedule."""
+    settings, (_, per_epoch) = config.training, epoch_length(config, size)
+    steps = min(
+        settings.epochs * per_epoch if settings.epochs is not None else math.inf,
+        settings.max_steps if settings.max_steps is not None else math.inf,
+    )
+    assert math.isfinite(steps), "checked with the configuration"
+    epochs = math.ceil(steps / per_epoch)
+    return {"step": int(steps), "epoch": epochs, "validation": math.ceil(epochs / settings.val_every_n_epochs)}
+
+
+class Loop:
+    """One rank's training of one run, from its `last` checkpoint if there is one."""
+
+    def __init__(self, session: Session, config: Config, splits: Splits) -> None:
+        self.session, self.config, self.splits = session, config, splits
+        self.train_size = len(splits.train)  # type: ignore[arg-type]
+        self.total = training_length(config, self.train_size)
+        if config.training.deterministic:
+            torch.use_deterministic_algorithms(True)
+            torch.backends.cudnn.benchmark = False
+        seed_everything(config.seed)  # the weights: equal on every rank, whatever the number of ranks
+        self.learner = Learner(session, config, self.total)
+        seed_rank(config.seed, session.rank)
+        self.loaders: dict[str, Loader] = {}
+        self.progress = Progress()
+        self.losses = torch.zeros(2, dtype=torch.float64, device=session.device)  # of this window, of this epoch
+        self.watch = Stopwatch()
+        self.agree = Agreement(session, config.training.checkpoint.every_s)
+        settings = config.training.checkpoint
+        self.writer = (
+            CheckpointWriter(session.run.checkpoints, settings.keep, settings.asynchronous) if session.main else None
+        )
+        self._restore()
+
+    # --- running -------------------------------------------------------------------------------------------------
+
+    def run(self) -> dict[str, Any]:
+        """Train until finished or asked to stop; {"state": "finished" | "interrupted"}."""
+        try:
+            with self._profiler() as profiler:
+                state = self._epochs(profiler)
+            if self.writer is not None:
+                self.writer.wait()
+            self.session.barrier()
+            test = self._test() if state == "finished" and self.config.training.test else {}
+            self._summarise(state, test)
+            return {"state": state}
+        finally:
+            if self.writer is not None:
+                self.writer.close()
+
+    def _epochs(self, profiler: Any) -> str:
+        self.agree.begin(self.progress.step)
+        while not self._done():
+            if not self._epoch(profiler):
+                self._save()
+                return "interrupted"
+            self._end_epoch()
+        return "finished"
+
+    def _done(self) -> bool:
+        settings, progress = self.config.training, self.progress
+        patience = settings.early_stopping.patience
+        return progress.validated == progress.step and (
+            progress.step >= self.total["step"] or (patience is not None and progress.stale >= patience)
+        ) or (settings.epochs is not None and progress.epoch >= settings.epochs)
+
+    def _steps(self) -> Iterator[Step]:
+        """What is left of this epoch."""
+        data, progress = self.config.data, self.progress
+        samples, _ = epoch_length(self.config, self.train_size)
+        if self.config.training.overfit_batches is not None:
+            order = torch.arange(samples)
+        else:
+            order = epoch_order(self.train_size, self.config.seed, progress.epoch)[:samples]
+        steps = training_steps(
+            order, progress.offset, data.batch_size, self.session.rank, self.session.world_size, data.micro_batch_size
+        )
+        return itertools.islice(steps, self.total["step"] - progress.step)
+
+    def _epoch(self, profiler: Any) -> bool:
+        """Train to the end of the epoch (or of the training); False if asked to stop before."""
+        steps, ahead = itertools.tee(self._steps())
+        batches = self._loader("train").batches(
+            (micro.indices for step in ahead for micro in step.micros), self.progress.epoch
+        )
+        self.watch.start()
+        for step in steps:
+            loss = self.learner.step(
+                self.progress.step + 1, step.size, [(*next(batches), micro.real) for micro in step.micros]
+            )
+            self._account(step, loss)
+            if profiler is not None:
+                profiler.step()
+            stop, due = self.agree(self.progress.step)
+            every = self.config.training.checkpoint.every_n_steps
+            if not stop and (due or (every is not None and self.progress.step % every == 0)):
+                self._save()
+            if stop:
+                return False
+        self.watch.stop()
+        return True
+
+    def _account(self, step: Step, loss: torch.Tensor) -> None:
+        progress = self.progress
+        self.learner.schedule("step")
+        self.losses += loss
+        progress.step += 1
+        progress.offset += step.size
+        progress.window += step.size
+        self.watch.samples += step.size
+        if progress.step % self.config.training.log_every_n_steps == 0:
+            total = self.session.sum(self.losses[0]).item()
+            self._report({"train/loss": total / progress.window, "train/lr": self.learner.lr}, progress.epoch + 1)
+            self.losses[0], progress.window = 0.0, 0
+
+    def _report(self, values: dict[str, float], epoch: int) -> None:
+        self.progress.metrics.update(values)
+        self.session.report(
+            {"step": self.progress.step, "epoch": epoch, **values, "samples_per_s": round(self.watch.lap(), 1)}
+        )
+
+    # --- the end of an epoch -------------------------------------------------------------------------------------
+
+    def _end_epoch(self) -> None:
+        progress, settings = self.progress, self.config.training
+        samples, _ = epoch_length(self.config, self.train_size)
+        ended = progress.offset >= samples
+        epoch, last = progress.epoch + 1, progress.step >= self.total["step"]
+        improved = False
+        if last or (ended and epoch % settings.val_every_n_epochs == 0):
+            improved = self._validate(epoch)
+        if ended:
+            progress.epoch, progress.offset = epoch, 0
+            self.learner.schedule("epoch")
+            self.losses[1] = 0.0
+        every = settings.checkpoint.every_n_epochs
+        if improved or last or self._done() or (every and epoch % every == 0):
+            self._save(improved)
+
+    def _validate(self, epoch: int) -> bool:
+        """Evaluate on the validation split; True if it is the best so far."""
+        progress, objective = self.progress, self.config.objective
+        seen = progress.offset
+        found = {f"val/{name}": value for name, value in self._evaluate("val").items()}
+        found["train/epoch_loss"] = self.session.sum(self.losses[1]).item() / max(seen, 1)
+        self._report(found, epoch)
+        value = found[objective.metric]
+        sign = 1 if objective.mode == "max" else -1
+        best = progress.best
+        margin = self.config.training.early_stopping.min_delta
+        improved = math.isfinite(value) and (best is None or sign * (value - best["value"]) > 0)
+        worthwhile = improved and (best is None or sign * (value - best["value"]) > margin)
+        progress.stale = 0 if worthwhile else progress.stale + 1
+        if improved:
+            progress.best = {"value": value, "step": progress.step, "epoch": epoch, "metrics": found}
+        progress.validated = progress.step
+        self.learner.schedule("validation", value)
+        return improved
+
+    def _loader(self, split: str) -> Loader:
+        if split not in self.loaders:
+            data, training = self.config.data, split == "train"
+            specs = data.transforms.train if training else data.transforms.eval
+            self.loaders[split] = Loader(
+                getattr(self.splits, split),
+                self.session.device,
+                self.learner.precision.dtype,
+                build_transforms(f"data.transforms.{'train' if training else 'eval'}", specs, self.config.allowed_targets),
+                self.config.seed,
+                data.num_workers,
+                data.prefetch_factor,
+            )
+        return self.loaders[split]
+
+    def _evaluate(self, split: str) -> dict[str, float]:
+        data = self.config.data
+        share = math.ceil(data.batch_size / self.session.world_size)
+        with self.learner.evaluating() as model:
+            return evaluate(
+                self.session,
+                model,
+                self.learner.task,
+                self.learner.precision,
+                self._loader(split),
+                len(getattr(self.splits, split)),
+                data.eval_batch_size or data.micro_batch_size or share,
+                self.config.training.limit_eval_batches,
+            )
+
+    def judge(self, checkpoint: str, splits: list[str]) -> dict[str, float]:
+        """Exact metrics of one of the run's checkpoints, e.g. {"test/accuracy": 0.97}."""
+        path = find_checkpoint(self.session.run.checkpoints, checkpoint)
+        assert path is not None, "checked by the caller"
+        self.learner.load_weights(load_checkpoint(path)[0]["learner"])
+        self.learner.ema = None  # the averaged weights are in the model now
+        return {
+            f"{split}/{name}": value for split in splits for name, value in self._evaluate(split).items()
+        }
+
+    def _test(self) -> dict[str, float]:
+        """The one look at the test split: the best checkpoint, after selection on validation."""
+        if self.splits.test is None or self.progress.best is None:
+            return {}
+        return self.judge("best", ["test"])
+
+    # --- checkpoints ---------------------------------------------------------------------------------------------
+
+    def _save(self, best: bool = False) -> None:
+        self.watch.stop()
+        session, progress = self.session, self.progress
+        ranks = session.gather({"rng": rng_state(session.device), "losses": self.losses.tolist()})
+        if session.main or self.learner.sharded:
+            learner = self.learner.state()
+        if self.writer is not None:
+            state = {
+                "learner": learner,
+                "progress": dataclasses.asdict(progress),
+                "ranks": ranks,
+                "metrics_bytes": session.metrics_size(),
+            }
+            meta = {
+                "step": progress.step,
+                "epoch": progress.epoch,
+                "metrics": progress.metrics,
+                "world_size": session.world_size,
+            }
+            self.writer.save(state, meta, best)
+            self._summarise("running", {})
+        self.agree.saved()
+        self.watch.start()
+
+    def _restore(self) -> None:
+        path = find_checkpoint(self.session.run.checkpoints, "last")
+        if path is None:
+            self.session.open_metrics(0)
+            return
+        state, meta = load_checkpoint(path)
+        self.learner.load(state["learner"])
+        self.progress = Progress(**state["progress"])
+        ranks = state["ranks"]
+        if len(ranks) == self.session.world_size:
+            mine = ranks[self.session.rank]
+            set_rng_state(mine["rng"], self.session.device)
+            self.losses.copy_(torch.tensor(mine["losses"], dtype=torch.float64))
+        else:  # another world size: the sums go on, the generators start anew from here
+            seed_rank(self.config.seed, self.session.rank + 1_000_003 * (self.progress.step + 1))
+            if self.session.main:
+                sums = torch.tensor([rank["losses"] for rank in ranks], dtype=torch.float64).sum(dim=0)
+                self.losses.copy_(sums)
+        self.session.open_metrics(state["metrics_bytes"])
+
+    def _summarise(self, state: str, test: dict[str, float]) -> None:
+        if not self.session.main:
+            return
+        progress, objective = self.progress, self.config.objective
+        best = progress.best
+        speed = self.watch.samples / self.watch.seconds if self.watch.seconds else 0.0
+        self.session.run.write(
+            "summary.json",
+            {
+                "state": state,
+                "objective": {
+                    "metric": objective.metric,
+                    "mode": objective.mode,
+                    "value": best["value"] if best else None,
+                },
+                "step": progress.step,
+                "epoch": progress.epoch,
+                "metrics": progress.metrics,
+                "best": best
+                and {
+                    "epoch": best["epoch"],
+                    "step": best["step"],
+                    "checkpoint": f"checkpoints/step-{best['step']:08d}",
+                    "metrics": best["metrics"],
+                },
+                "test": test,
+                "throughput": {"samples_per_s": round(speed, 1)},
+                "world_size": self.session.world_size,
+                "resume_command": f"python train.py resume={self.session.run}",
+            },
+        )
+
+    def _profiler(self) -> AbstractContextManager[Any]:
+        if not (self.config.training.profile and self.session.main):
+            return nullcontext()
+        folder = self.session.run.path / "profile"
+        folder.mkdir(exist_ok=True)
+        return torch.profiler.profile(
+            schedule=torch.profiler.schedule(wait=2, warmup=2, active=6, repeat=1),
+            on_trace_ready=lambda p: p.export_chrome_trace(str(folder / "trace.json")),
+        )
