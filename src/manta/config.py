@@ -4,11 +4,19 @@ Hydra composes YAML and the command line into this schema, so an unknown key or 
 anything heavy is imported. Inside the code there are only these plain objects, never a DictConfig.
 """
 
-from dataclasses import dataclass, field
+import re
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import InterpolationKeyError, InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
+
+from manta.errors import MantaError, suggest
 
 SCHEMA_VERSION = 1
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
@@ -242,3 +250,92 @@ class Config:
 def register() -> None:
     """Make the schema known to Hydra; conf/config.yaml names it first in its defaults list."""
     ConfigStore.instance().store(name="schema", node=Config)
+
+
+def from_hydra(cfg: DictConfig) -> Config:
+    """The composed configuration as plain typed objects: interpolations resolved, paths absolute.
+
+    Relative paths are relative to the directory where the command was typed; `~` is expanded; URLs stay.
+
+    Raises:
+        MantaError: an unknown setting (`+key=` adds one without complaint), a missing value or a broken interpolation.
+    """
+    for key, value in _unknown(cfg, Config):
+        found = suggest(key, [name for name in paths_of(cfg) if name != key])
+        raise MantaError(f"{key}={value} is not a setting." + (f" Did you mean {found} (without +)?" if found else ""))
+    try:
+        config = OmegaConf.to_object(cfg)
+    except OmegaConfBaseException as error:
+        raise MantaError(_broken(error, cfg)) from error
+    assert isinstance(config, Config)
+    config.data.root = absolute(config.data.root)
+    config.storage.path = absolute(config.storage.path)
+    return config
+
+
+def absolute(path: str) -> str:
+    """An absolute path, `~` expanded, or a URL as it is."""
+    return path if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", path) else str(Path.cwd() / Path(path).expanduser())
+
+
+def paths_of(cfg: DictConfig, prefix: str = "") -> list[str]:
+    """Every dotted key of a composed configuration, groups included."""
+    found = []
+    for key in cfg:
+        found.append(f"{prefix}{key}")
+        node = cfg._get_node(key)
+        if isinstance(node, DictConfig) and not (node._is_missing() or node._is_none() or node._is_interpolation()):
+            found += paths_of(node, f"{prefix}{key}.")
+    return found
+
+
+def expected(key: str) -> str | None:
+    """What may be assigned to a typed setting, in words; None if the schema does not say."""
+    hint: Any = Config
+    for part in key.split("."):
+        hint = typing.get_type_hints(hint).get(part) if is_dataclass(hint) else None
+    return None if hint in (None, Any) else _in_words(hint)
+
+
+def _in_words(hint: Any) -> str:
+    """A field's type for people."""
+    if isinstance(hint, types.UnionType):
+        return " or ".join(_in_words(member) for member in typing.get_args(hint))
+    if is_dataclass(hint):
+        return f"a group of settings ({', '.join(member.name for member in fields(hint))})"
+    if typing.get_origin(hint) is list:
+        return "a list, written [a,b]"
+    if typing.get_origin(hint) is dict:
+        return "a dictionary, written {a: 1}"
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", types.NoneType: "null"}
+    return words[hint]
+
+
+def _unknown(cfg: DictConfig, schema: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Keys of typed groups that the schema does not have."""
+    hints = typing.get_type_hints(schema)
+    for key in cfg:
+        node = cfg._get_node(key)
+        if key not in hints:
+            yield f"{prefix}{key}", node
+        elif is_dataclass(hints[key]) and isinstance(node, DictConfig) and not node._is_missing():
+            yield from _unknown(node, typing.cast(type, hints[key]), f"{prefix}{key}.")
+
+
+def _broken(error: OmegaConfBaseException, cfg: DictConfig) -> str:
+    """A value that cannot be resolved, in our words."""
+    key = error.full_key
+    if isinstance(error, MissingMandatoryValue):
+        return f"{key} has no value (???): it must be {expected(str(key)) or 'given'}. Set it: {key}=..."
+    written = OmegaConf.to_container(cfg, resolve=False)
+    for part in str(key).split("."):
+        written = written.get(part) if isinstance(written, dict) else written
+    start = f"{key}={written} cannot be resolved"
+    if isinstance(error, InterpolationKeyError):
+        wanted = str(error).split("'")[1]
+        found = suggest(wanted, paths_of(cfg))
+        return f"{start}: there is no {wanted}." + (f" Did you mean ${{{found}}}?" if found else "")
+    if isinstance(error, InterpolationResolutionError) and "Environment variable" in str(error):
+        variable = str(error).split("'")[1]
+        return f"{start}: the environment variable {variable} is not set. Export it or write it into .env."
+    return f"{start}: {str(error).splitlines()[0]}."

@@ -1,0 +1,74 @@
+"""Train: `python train.py --help`. Composes the configuration, checks it and launches a run or a search.
+
+Nothing heavy is imported here, so help, tab completion and configuration errors are quick.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from manta.errors import FINISHED, INTERRUPTED, MantaError, Stop, exit_code
+
+HERE = Path(__file__).resolve().parent
+CODES: list[int] = []  # one a job
+TRACEBACKS = False  # HYDRA_FULL_ERROR=1 or traceback=true
+
+
+def run(cfg: DictConfig, overrides: list[str]) -> int:
+    """From a composed configuration to an exit code."""
+    from manta.checks import check
+    from manta.config import from_hydra
+
+    previous = None
+    if cfg.resume:
+        from manta.resume import restore
+
+        cfg, previous = restore(cfg, overrides)
+    config = from_hydra(cfg)
+    check(config)
+    from manta.launch import launch
+
+    return launch(config, overrides, previous)
+
+
+@hydra.main(version_base="1.3", config_path=str(HERE / "conf"), config_name="config")
+def job(cfg: DictConfig) -> None:
+    """One run, or one of a multirun: there every job gets its turn, and the first failure becomes the exit code."""
+    settings = HydraConfig.get()
+    code = exit_code(lambda: run(cfg, list(settings.overrides.task)), TRACEBACKS or cfg.traceback)
+    CODES.append(code)
+    if code == INTERRUPTED:
+        raise KeyboardInterrupt
+    if code != FINISHED and settings.mode == RunMode.MULTIRUN:
+        raise Stop(code)
+
+
+def main() -> int:
+    """Everything around Hydra: `.env` before it, its errors in our words after it."""
+    from manta.commandline import check_arguments, explain
+    from manta.config import register
+    from manta.env import load_env_file
+
+    load_env_file(HERE / ".env")
+    check_arguments(sys.argv[1:])
+    register()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
+    try:
+        job()
+    except Stop as stop:
+        return stop.code
+    except MantaError:
+        raise
+    except Exception as error:
+        raise explain(error, sys.argv[1:], HERE / "conf") from error
+    return max(CODES, default=FINISHED)
+
+
+if __name__ == "__main__":
+    TRACEBACKS = os.environ.get("HYDRA_FULL_ERROR") == "1" or "traceback=true" in map(str.lower, sys.argv)
+    sys.exit(exit_code(main, TRACEBACKS))
