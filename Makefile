@@ -1,5 +1,6 @@
 # Everything a fresh machine needs is here: a Python (3.10 to 3.13), make, and one of the commands below.
 .DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
 .PHONY: help train test lint types format docs lock setup clean
 
 ARGS ?=
@@ -32,7 +33,7 @@ format: $(READY) ## Fix style and formatting
 	@$(RUN) -m ruff format .
 
 docs: $(READY) ## Regenerate docs/configuration.md from the schema
-	@$(RUN) tests/settings_page.py
+	@$(RUN) docs/generate.py
 
 lock: $(READY) ## Choose new versions for requirements.lock, within pyproject.toml
 	@$(RUN) -m uv pip compile pyproject.toml --extra dev --universal --python-version 3.10 --upgrade --quiet \
@@ -45,16 +46,17 @@ clean: ## Remove the environment and caches; results in outputs/ and data stay
 	@find . -name __pycache__ -type d -not -path './outputs/*' -prune -exec rm -rf {} +
 
 # The first usable Python: one that starts (a version manager's shim may not), has venv and is of a supported version.
+CANDIDATES := $(or $(PYTHON),python3 python python3.13 python3.12 python3.11 python3.10)
 USABLE := import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))
 
 $(VENV)/pyvenv.cfg:
-	@for python in $(or $(PYTHON),python3 python python3.13 python3.12 python3.11 python3.10); do \
+	@for python in $(CANDIDATES); do \
 		if "$$python" -c '$(USABLE)' >/dev/null 2>&1; then \
 			echo "Setting up $(VENV) with $$("$$python" --version): some minutes and 6 GB, once."; \
 			exec "$$python" -m venv --clear $(VENV); \
 		fi; \
 	done; \
-	echo 'Manta needs Python 3.10 to 3.13 with its venv module; tried: $(or $(PYTHON),python3 python python3.13 python3.12 python3.11 python3.10).' >&2; \
+	echo 'Manta needs Python 3.10 to 3.13 with its venv module; tried: $(CANDIDATES).' >&2; \
 	echo 'Name one: make <command> PYTHON=/path/to/python3.11 (on Debian and Ubuntu: apt install python3-venv).' >&2; \
 	exit 1
 
