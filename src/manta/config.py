@@ -91,6 +91,7 @@ class Ema:
     """Exponential moving average of the weights; validation, test and `best` use it when it is on."""
 
     enabled: bool = False
+    """Keep an average beside the weights being trained."""
     decay: float = 0.999
     """Per optimizer step."""
 
@@ -195,7 +196,7 @@ class Cluster:
     num_cpus: int | None = None
     """For local: CPUs Ray may hand out; null = the machine's."""
     num_gpus: int | None = None
-    """For local: GPUs Ray may hand out; null = the machine's. May be declared without having any: a rehearsal on CPU."""
+    """For local: GPUs Ray may hand out; null = the machine's. Declared without having any: a rehearsal on CPU."""
     object_store_memory: int | None = 200_000_000
     """For local: bytes of shared memory for Ray's object store; null = Ray's default (30 % of memory)."""
     wait_s: float = 600.0
@@ -237,13 +238,15 @@ class Config:
     optimizer: dict[str, Any] = field(default_factory=dict)
     """The plug-in: `_target_` called with the parameters first, and its arguments."""
     scheduler: dict[str, Any] = field(default_factory=dict)
-    """The plug-in: `_target_` called with the optimizer first; `unit` (step, epoch or validation) says when it steps."""
+    """The plug-in: `_target_` called with the optimizer first; `unit` (step, epoch, validation) says when it steps."""
     recipe: Recipe = field(default_factory=Recipe)
     training: Training = field(default_factory=Training)
     scaling: Scaling = field(default_factory=Scaling)
     cluster: Cluster = field(default_factory=Cluster)
     search: dict[str, Any] = field(default_factory=dict)
+    """A search over settings; there is none yet."""
     tracking: dict[str, Any] = field(default_factory=dict)
+    """Trackers beside the run directory; there are none yet."""
     storage: Storage = field(default_factory=Storage)
 
 
