@@ -4,6 +4,7 @@ Hydra composes YAML and the command line into this schema, so an unknown key or 
 anything heavy is imported. Inside the code there are only these plain objects, never a DictConfig.
 """
 
+import copy
 import re
 import types
 import typing
@@ -266,13 +267,15 @@ def from_hydra(cfg: DictConfig) -> Config:
     for key, value in _unknown(cfg, Config):
         found = suggest(key, [name for name in paths_of(cfg) if name != key])
         raise MantaError(f"{key}={value} is not a setting." + (f" Did you mean {found} (without +)?" if found else ""))
+    cfg = copy.deepcopy(cfg)
     try:
+        # Before anything is resolved: a plug-in's `root: ${data.root}` must become absolute too.
+        cfg.data.root = absolute(cfg.data.root)
+        cfg.storage.path = absolute(cfg.storage.path)
         config = OmegaConf.to_object(cfg)
     except OmegaConfBaseException as error:
         raise MantaError(_broken(error, cfg)) from error
     assert isinstance(config, Config)
-    config.data.root = absolute(config.data.root)
-    config.storage.path = absolute(config.storage.path)
     return config
 
 

@@ -80,7 +80,7 @@ def exit_code(command: Callable[[], int], tracebacks: bool = False) -> int:
         if tracebacks:
             traceback.print_exc()
         print(f"Error: {error}", file=sys.stderr)
-        return INVALID
+        return error.code
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception:
