@@ -86,7 +86,7 @@ def explain(error: Exception, arguments: Sequence[str], conf: Path) -> MantaErro
     known = _known(conf, overrides)
     if isinstance(error, MissingConfigException):
         return MantaError(_no_such_file(error, culprit, arguments, known))
-    if culprit and "requires --multirun" in text or "Ambiguous value" in text:
+    if (culprit and "requires --multirun" in text) or "Ambiguous value" in text:
         return MantaError(_several_values(text, culprit))
     if culprit and culprit.key_or_group not in known.keys and culprit.package is None:
         return MantaError(_unknown(culprit, arguments, known))

@@ -90,12 +90,12 @@ def _per_worker(scaling: Scaling, needs: Needs, nodes: list[Node]) -> dict[str, 
         share = int(sum(node.get("CPU", 0) for node in nodes) // needs.most_workers)
         for cpus in range(max(share, 1), 0, -1):
             given["CPU"] = float(cpus)
-            if _room({**given}, nodes) >= needs.most_workers:
+            if room(given, nodes) >= needs.most_workers:
                 break
     return given
 
 
-def _room(bundle: dict[str, float], nodes: list[Node]) -> int:
+def room(bundle: dict[str, float], nodes: list[Node]) -> int:
     """How many such bundles fit on empty nodes."""
     return sum(_fit(bundle, node) for node in nodes)
 
@@ -116,14 +116,14 @@ def check_placeable(needs: Needs, placement_strategy: str, nodes: list[Node]) ->
     Raises:
         MantaError: with what is asked, what there is, and the largest request that fits.
     """
-    room = [_fit(needs.per_worker, node) for node in nodes]
+    fits = [_fit(needs.per_worker, node) for node in nodes]
     wanted = needs.num_workers
     if placement_strategy == "STRICT_PACK":
-        possible = max(room, default=0)
+        possible = max(fits, default=0)
     elif placement_strategy == "STRICT_SPREAD":
-        possible = sum(1 for fit in room if fit)
+        possible = sum(1 for fit in fits if fit)
     else:
-        possible = sum(room)
+        possible = sum(fits)
     if possible >= wanted:
         return
     have = "; ".join(shown({k: v for k, v in node.items() if k in ("CPU", "GPU", *needs.per_worker)}) for node in nodes)

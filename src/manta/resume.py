@@ -9,8 +9,7 @@ from omegaconf.errors import OmegaConfBaseException
 from manta import runs
 from manta.config import SCHEMA_VERSION, Config, absolute
 from manta.errors import MantaError
-from manta.runs import RunDir
-from manta.session import is_locked
+from manta.runs import RunDir, is_locked
 
 # What a run is. With another one of these it would be another run.
 _IDENTITY = (

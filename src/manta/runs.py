@@ -4,6 +4,7 @@ The layout is a contract that other tools read; docs/run_directory.md describes 
 """
 
 import dataclasses
+import fcntl
 import json
 import os
 import platform
@@ -13,6 +14,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import metadata
@@ -250,12 +253,44 @@ class MetricsFile:
         self._file.write((json.dumps(values) + "\n").encode())
         self._file.flush()
 
-    def size(self) -> int:
+    def sync(self) -> int:
+        """Flush to disk; the size in bytes."""
+        os.fsync(self._file.fileno())
         return self._file.tell()
 
     def close(self) -> None:
         self._file.close()
 
 
-def unix_time() -> float:
-    return round(time.time(), 3)
+@contextmanager
+def writing(run: RunDir, wait_s: float = 30.0) -> Iterator[None]:
+    """Hold the run's lock (rank 0 does while it trains): two processes never write one run.
+
+    A run that is killed lets go at once; one that is still alive after `wait_s` is a mistake.
+
+    Raises:
+        MantaError: another process is still training this run.
+    """
+    with open(run.lock_file, "w") as file:
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise MantaError(f"{run} is being trained by another process; wait for it or stop it.") from None
+                time.sleep(0.1)
+        yield
+
+
+def is_locked(run: RunDir) -> bool:
+    """Whether a process is training this run right now."""
+    if not run.lock_file.exists():
+        return False
+    with open(run.lock_file) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False

@@ -3,13 +3,12 @@
 Three makers: `plain` (this process), `ray_worker` (a Ray Train worker); a Tune trial's comes with searches.
 """
 
-import fcntl
 import math
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,10 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from manta.errors import MantaError
-from manta.runs import MetricsFile, RunDir
+from manta.config import Config
+from manta.runs import MetricsFile, RunDir, writing
+from manta.targets import build
 
 AGREE_EVERY_S = 1.0
+ALONE_EVERY_S = 0.1
 
 
 @dataclass
@@ -53,8 +54,8 @@ class Session:
             self._metrics = MetricsFile(self.run.metrics, keep_bytes)
 
     def metrics_size(self) -> int:
-        """Bytes reported so far; goes into a checkpoint."""
-        return self._metrics.size() if self._metrics else 0
+        """Bytes reported so far, all on disk now; goes into a checkpoint."""
+        return self._metrics.sync() if self._metrics else 0
 
     def report(self, values: dict[str, Any]) -> None:
         """Append one line of plain numbers to the run's history; numbers that JSON lacks (NaN, inf) become null."""
@@ -93,7 +94,7 @@ class Agreement:
     """Ranks decide together, about once a second, whether to stop or to write a checkpoint by time.
 
     They must act at the same step, so the step of the next decision is itself agreed on: rank 0 derives it from the
-    speed so far. On one rank there is nothing to agree on and every step decides.
+    speed so far.
     """
 
     def __init__(self, session: Session, checkpoint_every_s: float | None) -> None:
@@ -109,11 +110,12 @@ class Agreement:
 
     def __call__(self, step: int) -> tuple[bool, bool]:
         """(stop, checkpoint now) after optimizer step `step`."""
-        if step < self.next_step:
-            return False, False
         now = time.monotonic()
+        if step < self.next_step or (self.session.world_size == 1 and now - self.checked_at < ALONE_EVERY_S):
+            return False, False
         stop, due = self.session.stop(), self.every_s is not None and now - self.saved_at >= self.every_s
         if self.session.world_size == 1:
+            self.checked_at = now
             return stop, due
         per_step = max(now - self.checked_at, 1e-6) / max(step - self.checked_step, 1)
         interval = min(max(int(AGREE_EVERY_S / per_step), 1), 1000)
@@ -121,43 +123,6 @@ class Agreement:
         agreed = self.session.sum(mine).tolist()
         self.checked_at, self.checked_step, self.next_step = now, step, step + int(agreed[2])
         return agreed[0] > 0, agreed[1] > 0
-
-
-@contextmanager
-def writing(session: Session, wait_s: float = 30.0) -> Iterator[None]:
-    """Rank 0 holds the run's lock while it trains: two processes never write one run.
-
-    A run that is killed lets go at once; one that is still alive after `wait_s` is a mistake.
-
-    Raises:
-        MantaError: another process is still training this run.
-    """
-    if not session.main:
-        yield
-        return
-    with open(session.run.lock_file, "w") as file:
-        deadline = time.monotonic() + wait_s
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise MantaError(f"{session.run} is being trained by another process; wait for it or stop it.") from None
-                time.sleep(0.1)
-        yield
-
-
-def is_locked(run: RunDir) -> bool:
-    """Whether a process is training this run right now."""
-    if not run.lock_file.exists():
-        return False
-    with open(run.lock_file) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
 
 
 def plain(
@@ -210,3 +175,13 @@ def describe(session: Session) -> dict[str, Any]:
         "device": str(session.device),
         "threads": torch.get_num_threads(),
     }
+
+
+def train(session: Session, config: Config) -> str:
+    """Run the configured recipe on this rank; "finished" or "interrupted"."""
+    with writing(session.run) if session.main else nullcontext():
+        ranks = session.gather(describe(session))
+        if session.main:
+            session.run.write("workers.json", {"world_size": session.world_size, "ranks": ranks})
+        recipe = build("recipe", {"_target_": config.recipe._target_}, config.allowed_targets)
+        return str(recipe.train(session, config)["state"])

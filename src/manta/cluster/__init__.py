@@ -2,14 +2,16 @@
 
 import logging
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from manta import plan
 from manta.config import Cluster
 from manta.errors import MantaError
-from manta.plan import Node, local_node
+from manta.plan import Needs, Node, local_node
 
 # Ours unless the user set them. Numbers measured on 2 cores: the health check also throttles how fast a run starts
 # and ends (2 s by default); Ray's metrics and print patch add processes and double every line printed.
@@ -130,3 +132,29 @@ def _is_chatter(line: str) -> bool:
     return line.startswith(("[rank", "[W", "[E", "[Gloo]", "Setting up process group", "Moving model")) or any(
         mark in line for mark in (" core_worker", "ray/train/", "ray._private", "warnings.warn")
     )
+
+
+def wait_for_resources(cluster: Cluster, needs: Needs, say: Callable[[str], None]) -> None:
+    """Return when the workers could be placed now; say what is waited for.
+
+    Raises:
+        MantaError: still busy after `cluster.wait_s`.
+    """
+    import ray
+    from ray._private.state import available_resources_per_node
+
+    deadline, told = time.monotonic() + cluster.wait_s, 0.0
+    while True:
+        free = list(available_resources_per_node().values())
+        if plan.room(needs.per_worker, free) >= needs.num_workers:
+            return
+        now = time.monotonic()
+        total = ray.available_resources()
+        have = plan.shown({key: total.get(key, 0) for key in needs.per_worker})
+        wanted = f"{needs.num_workers} workers with {plan.shown(needs.per_worker)} each; free now: {have}"
+        if now > deadline:
+            raise MantaError(f"Waited {cluster.wait_s:.0f} s (cluster.wait_s) for {wanted}.")
+        if now - told > 15:
+            say(f"Waiting for {wanted}.")
+            told = now
+        time.sleep(0.5)

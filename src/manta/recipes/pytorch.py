@@ -11,7 +11,7 @@ from manta.data.load import load_splits
 from manta.data.transforms import build_transforms
 from manta.errors import MantaError
 from manta.recipes import Rows
-from manta.session import Session, describe
+from manta.session import Session
 from manta.training.learner import build_model, build_optimizer, build_scheduler
 from manta.training.loop import Loop, training_length
 
@@ -41,11 +41,7 @@ class PyTorchRecipe:
         return rows
 
     def train(self, session: Session, config: Config) -> dict[str, Any]:
-        loop = Loop(session, config, load_splits(config.data, config.allowed_targets))
-        ranks = session.gather(describe(session))
-        if session.main:
-            session.run.write("workers.json", {"world_size": session.world_size, "ranks": ranks})
-        return loop.run()
+        return Loop(session, config, load_splits(config.data, config.allowed_targets)).run()
 
     def evaluate(self, session: Session, config: Config, checkpoint: str, splits: list[str]) -> dict[str, float]:
         raise NotImplementedError

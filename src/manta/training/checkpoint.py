@@ -71,7 +71,7 @@ class CheckpointWriter:
             os.fsync(file.fileno())
         size = (aside / STATE).stat().st_size
         _write_json(aside / META, {**meta, "format": FORMAT, "files": {STATE: size}})
-        # The same step is saved again after a resume, or when the epoch's end adds its metrics: the newer one replaces it.
+        # Only one that no `last` pointed to when its writer died is ever written again.
         if final.exists():
             replaced = self.folder / f".writing-replaced-{name}"
             shutil.rmtree(replaced, ignore_errors=True)
@@ -81,9 +81,9 @@ class CheckpointWriter:
         else:
             aside.rename(final)
         _sync_folder(self.folder)
-        self._link("last", name)
-        if best:
+        if best:  # first: whoever finds this `last` finds the `best` that its state speaks of
             self._link("best", name)
+        self._link("last", name)
         self._retire()
 
     def _link(self, link: str, name: str) -> None:

@@ -105,6 +105,7 @@ class Loop:
         seed_rank(config.seed, session.rank)
         self.loaders: dict[str, Loader] = {}
         self.progress = Progress()
+        self.save_due = False
         self.losses = torch.zeros(2, dtype=torch.float64, device=session.device)  # of this window, of this epoch
         self.watch = Stopwatch()
         self.agree = Agreement(session, config.training.checkpoint.every_s)
@@ -143,9 +144,9 @@ class Loop:
     def _done(self) -> bool:
         settings, progress = self.config.training, self.progress
         patience = settings.early_stopping.patience
-        return progress.validated == progress.step and (
+        return (progress.validated == progress.step and (
             progress.step >= self.total["step"] or (patience is not None and progress.stale >= patience)
-        ) or (settings.epochs is not None and progress.epoch >= settings.epochs)
+        )) or (settings.epochs is not None and progress.epoch >= settings.epochs)
 
     def _steps(self) -> Iterator[Step]:
         """What is left of this epoch."""
@@ -175,13 +176,19 @@ class Loop:
             if profiler is not None:
                 profiler.step()
             stop, due = self.agree(self.progress.step)
-            every = self.config.training.checkpoint.every_n_steps
-            if not stop and (due or (every is not None and self.progress.step % every == 0)):
-                self._save()
             if stop:
                 return False
+            every = self.config.training.checkpoint.every_n_steps
+            self.save_due |= due or (every is not None and self.progress.step % every == 0)
+            # At the end of an epoch the checkpoint waits for the validation: one a step.
+            if self.save_due and not self._epoch_over():
+                self._save()
         self.watch.stop()
         return True
+
+    def _epoch_over(self) -> bool:
+        samples, _ = epoch_length(self.config, self.train_size)
+        return self.progress.offset >= samples or self.progress.step >= self.total["step"]
 
     def _account(self, step: Step, loss: torch.Tensor) -> None:
         progress = self.progress
@@ -217,7 +224,7 @@ class Loop:
             self.learner.schedule("epoch")
             self.losses[1] = 0.0
         every = settings.checkpoint.every_n_epochs
-        if improved or last or self._done() or (every and epoch % every == 0):
+        if improved or last or self.save_due or self._done() or (every and epoch % every == 0):
             self._save(improved)
 
     def _validate(self, epoch: int) -> bool:
@@ -302,6 +309,7 @@ class Loop:
                 "metrics_bytes": session.metrics_size(),
             }
             meta = {
+                "metrics_bytes": state["metrics_bytes"],
                 "step": progress.step,
                 "epoch": progress.epoch,
                 "metrics": progress.metrics,
@@ -310,6 +318,7 @@ class Loop:
             self.writer.save(state, meta, best)
             self._summarise("running", {})
         self.agree.saved()
+        self.save_due = False
         self.watch.start()
 
     def _restore(self) -> None:

@@ -1,0 +1,349 @@
+"""From a valid configuration to an outcome: the one place that knows how a run is started, watched and ended."""
+
+import json
+import shlex
+import shutil
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from manta import plan, runs
+from manta.config import Config
+from manta.errors import FAILED, FINISHED, INTERRUPTED, MantaError
+from manta.plan import Needs, Node
+from manta.runs import RunDir
+from manta.targets import build
+from manta.view import Rows, View, table
+
+
+class Interrupts:
+    """SIGINT and SIGTERM of this process: the first asks to stop after a checkpoint, a second one stops at once."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.say, self.count = say, 0
+        self.on_first: Callable[[], None] = lambda: None
+
+    def asked(self) -> bool:
+        return self.count > 0
+
+    @contextmanager
+    def installed(self) -> Iterator["Interrupts"]:
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        if self.count > 1:
+            raise KeyboardInterrupt
+        self.say(f"{signal.Signals(number).name}: stopping after a checkpoint (once more stops at once)")
+        self.on_first()
+
+
+def launch(config: Config, overrides: list[str], previous: RunDir | None = None) -> int:
+    """Run a configuration, or continue `previous` with it; an exit code.
+
+    Raises:
+        MantaError: the request is invalid or can never be satisfied (then nothing was written), or training failed.
+    """
+    view = View()
+    if previous is not None and _nothing_left(config, previous):
+        view.say(
+            f"{previous} is finished. To train it longer: python train.py resume={shlex.quote(str(previous))} "
+            f"training.epochs={2 * (config.training.epochs or 1)}"
+        )
+        return FINISHED
+    with ExitStack() as stack:
+        stack.callback(view.close)
+        interrupts = stack.enter_context(Interrupts(view.say).installed())
+        try:
+            return _launch(config, overrides, previous, view, interrupts)
+        except KeyboardInterrupt:
+            return INTERRUPTED
+
+
+def _launch(
+    config: Config, overrides: list[str], previous: RunDir | None, view: View, interrupts: Interrupts
+) -> int:
+    local = config.cluster.kind == "local"
+    needs = plan.resolve(config, [plan.local_node(config.cluster)]) if local else None
+    recipe = build("recipe", {"_target_": config.recipe._target_}, config.allowed_targets)
+    rows = recipe.check(config, look_at_data=local)
+    if needs is not None and needs.num_workers == 0:
+        return _run(config, overrides, previous, view, interrupts, needs, rows, None)
+    from manta.cluster import connect
+
+    with ExitStack() as stack:
+        if config.plan and local:
+            return _run(config, overrides, previous, view, interrupts, needs or Needs(0, False, {}), rows, None)
+        # Ray writes to the real stdout and stderr from its first moment; nothing has a log to go to yet.
+        nodes = stack.enter_context(connect(config.cluster))
+        needs = plan.resolve(config, nodes)
+        return _run(config, overrides, previous, view, interrupts, needs, rows, nodes)
+
+
+def _run(
+    config: Config,
+    overrides: list[str],
+    previous: RunDir | None,
+    view: View,
+    interrupts: Interrupts,
+    needs: Needs,
+    rows: Rows,
+    nodes: list[Node] | None,
+) -> int:
+    if config.plan:
+        view.say(table("Plan", [*rows, *_scaling_rows(config, needs)]))
+        return FINISHED
+    run = previous or runs.create(config)
+    run.begin(config, overrides)
+    view.open_log(run.log)
+    rows = [*rows, *_scaling_rows(config, needs), ("results", str(run))]
+    view.say(table("Plan" if previous is None else f"Plan (continuing {run})", rows))
+    began = time.monotonic()
+    try:
+        with view.progress(config, None):
+            if needs.num_workers == 0:
+                state = _in_process(config, run, view, interrupts, needs)
+            else:
+                state = _on_ray(config, run, view, interrupts, needs)
+    except KeyboardInterrupt:
+        state = "interrupted"
+    except Exception as error:
+        code = error.code if isinstance(error, MantaError) else FAILED
+        view.note("".join(traceback.format_exception(error)))
+        run.update_status(state=runs.FAILED, finished=runs.now(), error=str(error), exit_code=code)
+        _set_summary_state(run, "failed")
+        raise
+    code = FINISHED if state == "finished" else INTERRUPTED
+    run.update_status(state=state, finished=runs.now(), exit_code=code)
+    _set_summary_state(run, state)
+    view.say(_result(run, state, time.monotonic() - began))
+    return code
+
+
+def _nothing_left(config: Config, run: RunDir) -> bool:
+    """Whether a finished run is asked for nothing more than it has done."""
+    from manta.resume import load
+
+    if run.read("status.json").get("state") != runs.FINISHED:
+        return False
+    before = load(run).training
+    now = config.training
+    return (before.epochs, before.max_steps, before.early_stopping.patience) == (
+        now.epochs,
+        now.max_steps,
+        now.early_stopping.patience,
+    )
+
+
+def _scaling_rows(config: Config, needs: Needs) -> Rows:
+    batch = config.data.batch_size
+    if needs.num_workers == 0:
+        return [("workers", "none: in this process"), ("batch", str(batch))]
+    device = "GPU" if needs.use_gpu else "CPU"
+    most = "" if needs.max_workers is None else f" to {needs.max_workers}"
+    share = -(-batch // needs.num_workers)
+    micro = config.data.micro_batch_size
+    split = f", in micro-batches of {micro}" if micro is not None and micro < share else ""
+    return [
+        ("workers", f"{needs.num_workers}{most} on {device}, {plan.shown(needs.per_worker)} each, {config.scaling.strategy}"),
+        ("batch", f"{batch} global, {share} per worker{split}"),
+    ]
+
+
+# --- in this process ---------------------------------------------------------------------------------------------
+
+
+def _in_process(config: Config, run: RunDir, view: View, interrupts: Interrupts, needs: Needs) -> str:
+    from manta import session
+
+    with view.capture_prints():
+        return session.train(session.plain(run, config.scaling.use_gpu, interrupts.asked, view.update), config)
+
+
+# --- on Ray ------------------------------------------------------------------------------------------------------
+
+
+def _worker(payload: dict[str, Any]) -> str:
+    """The training function of a Ray Train worker."""
+    from manta import session
+
+    run = RunDir(Path(payload["run"]))
+    return session.train(session.ray_worker(run, payload["use_gpu"]), payload["config"])
+
+
+def _trainer(config: Config, run: RunDir, needs: Needs, cuda: bool) -> Any:
+    from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    workers: Any = needs.num_workers if needs.max_workers is None else (needs.num_workers, needs.max_workers)
+    return TorchTrainer(
+        _worker,
+        train_loop_config={"config": config, "run": str(run.path), "use_gpu": needs.use_gpu},
+        scaling_config=ScalingConfig(
+            num_workers=workers,
+            use_gpu=needs.use_gpu,
+            resources_per_worker=needs.per_worker,
+            placement_strategy=config.scaling.placement_strategy,
+            accelerator_type=config.scaling.accelerator_type,
+        ),
+        run_config=RunConfig(
+            name=f"attempt-{run.read('status.json')['attempts']}",
+            storage_path=str(run.path / ".ray"),
+            # A worker group that cannot start is tried again for ever by default.
+            failure_config=FailureConfig(
+                max_failures=config.scaling.max_failures,
+                controller_failure_limit=3 if needs.max_workers is None else -1,
+            ),
+            logging_config=LoggingConfig(log_level="WARNING"),
+        ),
+        torch_config=TorchConfig(backend="nccl" if cuda else "gloo", timeout_s=config.scaling.timeout_s),
+    )
+
+
+def _on_ray(config: Config, run: RunDir, view: View, interrupts: Interrupts, needs: Needs) -> str:
+    from manta.cluster import has_cuda, wait_for_resources, worker_lines
+
+    with ExitStack() as stack:
+        stack.enter_context(view.capture_descriptors())
+        stack.enter_context(worker_lines(view.user_line, view.note))
+        cuda = needs.use_gpu and has_cuda(config.cluster)
+        if needs.use_gpu and not cuda:
+            view.say("GPUs are declared but this machine has no CUDA device: computing on CPU (a rehearsal).")
+        wait_for_resources(config.cluster, needs, view.say)
+        stack.callback(shutil.rmtree, run.path / ".ray", ignore_errors=True)
+        interrupts.on_first = lambda: _ask_to_stop(run)
+        if interrupts.asked():
+            raise KeyboardInterrupt
+        return _watch(_trainer(config, run, needs, cuda), run, view)
+
+
+def _ask_to_stop(run: RunDir) -> None:
+    run.stop_file.touch()
+    if not runs.is_locked(run):  # no rank trains yet: nothing to save
+        raise KeyboardInterrupt
+
+
+def _watch(trainer: Any, run: RunDir, view: View) -> str:
+    """fit() in a thread, so that this one hears signals and draws reports."""
+    outcome: dict[str, Any] = {}
+
+    def fit() -> None:
+        try:
+            outcome["state"] = trainer.fit().return_value
+        except BaseException as error:
+            outcome["error"] = error
+
+    tail = Tail(run)
+    thread = threading.Thread(target=fit, name="fit", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.2)
+        for line in tail.lines():
+            view.update(line)
+    for line in tail.lines():
+        view.update(line)
+    if "error" in outcome:
+        raise explain_failure(outcome["error"], run) from outcome["error"]
+    return str(outcome["state"])
+
+
+class Tail:
+    """New lines of a run's metrics.jsonl, from where its last checkpoint left it."""
+
+    def __init__(self, run: RunDir) -> None:
+        meta = run.checkpoints / "last" / "meta.json"
+        self.path = run.metrics
+        self.position = json.loads(meta.read_text())["metrics_bytes"] if meta.is_file() else 0
+
+    def lines(self) -> list[dict[str, Any]]:
+        if not self.path.is_file():
+            return []
+        self.position = min(self.position, self.path.stat().st_size)  # a restarted worker took lines back
+        with open(self.path, "rb") as file:
+            file.seek(self.position)
+            *whole, _ = file.read().split(b"\n")
+        self.position += sum(len(line) + 1 for line in whole)
+        found = []
+        for line in whole:
+            try:
+                found.append(json.loads(line))
+            except ValueError:  # the middle of a line, after a restart
+                continue
+        return found
+
+
+_FOLLOWERS = ("Connection closed by peer", "Connection reset by peer", "ActorDiedError", "ActorUnavailableError", "Gloo")
+
+
+def explain_failure(error: BaseException, run: RunDir) -> MantaError:
+    """One message for what Ray raised: the first cause among the workers, not what followed from it."""
+    failures: dict[int, BaseException] = getattr(error, "worker_failures", {})
+    resume = f"Resume from the last checkpoint: python train.py resume={shlex.quote(str(run))}"
+    causes = {rank: _root(failure) for rank, failure in failures.items()}
+    for cause in causes.values():
+        if isinstance(cause, MantaError) and "the loss is" in str(cause):
+            return cause
+    for cause in causes.values():
+        if isinstance(cause, MantaError):
+            return cause
+    ranked = sorted(causes.items(), key=lambda item: any(mark in f"{type(item[1]).__name__}{item[1]}" for mark in _FOLLOWERS))
+    if not ranked:
+        return MantaError(f"Ray could not run the training: {error}. Details are in {run}/train.log. {resume}", code=FAILED)
+    rank, cause = ranked[0]
+    text = str(cause).strip() or type(cause).__name__
+    return MantaError(f"Training failed on rank {rank}: {type(cause).__name__}: {text}\n{resume}", code=FAILED)
+
+
+def _root(error: BaseException) -> BaseException:
+    """The exception that the worker's own code raised."""
+    for attribute in ("cause", "_base_exc"):
+        inner = getattr(error, attribute, None)
+        if isinstance(inner, BaseException):
+            return _root(inner)
+    return error
+
+
+# --- the end -----------------------------------------------------------------------------------------------------
+
+
+def _set_summary_state(run: RunDir, state: str) -> None:
+    summary = run.read("summary.json")
+    if summary:
+        run.write("summary.json", {**summary, "state": state})
+
+
+def _result(run: RunDir, state: str, seconds: float) -> Any:
+    summary = run.read("summary.json")
+    where = shlex.quote(str(run))
+    best = summary.get("best")
+    rows: Rows = []
+    if best:
+        shown = "  ".join(f"{key} {value:.4f}" for key, value in best["metrics"].items() if value is not None)
+        rows.append(("best", f"epoch {best['epoch']}, step {best['step']}: {shown}"))
+        rows.append(("checkpoint", f"{run}/checkpoints/best"))
+    if summary.get("test"):
+        rows.append(("test", "  ".join(f"{key} {value:.4f}" for key, value in summary["test"].items())))
+    speed = summary.get("throughput", {}).get("samples_per_s", 0)
+    rows.append(("time", f"{seconds:.1f} s, training {speed:,.0f} samples/s"))
+    if state == "finished":
+        rows.append(("evaluate", f"python scripts/evaluate.py run={where}"))
+        rows.append(("extend", f"python train.py resume={where} training.epochs=<more>"))
+    else:
+        rows.append(("resume", f"python train.py resume={where}"))
+    overrides = (run.path / "overrides.txt").read_text().splitlines()[0]
+    rows.append(("repeat", f"python train.py {overrides}".rstrip()))
+    return table({"finished": "Finished", "interrupted": "Interrupted"}[state], rows)
