@@ -1,2 +1,4 @@
 """Early checks."""
+
+
 def check(config): ...

@@ -101,7 +101,9 @@ def explain(error: Exception, arguments: Sequence[str], conf: Path) -> MantaErro
 
 def _mentions(text: str, override: Override) -> bool:
     """Whether an error is about this override."""
-    return f"'{override.key_or_group}'" in text or f"'{override.key_or_group}/" in text or f"{override.input_line}" in text
+    return (
+        f"'{override.key_or_group}'" in text or f"'{override.key_or_group}/" in text or f"{override.input_line}" in text
+    )
 
 
 def _known(conf: Path, overrides: Sequence[Override]) -> Known:
@@ -200,5 +202,3 @@ def _in_a_file(text: str, culprit: Override | None, known: Known) -> str:
         return f"conf/{where[1]}.yaml: {key[1]} must be {wanted or 'something else'}: {problem}."
     start = f"{culprit.input_line}: " if culprit else ""
     return start + " ".join(line for line in text.splitlines() if "To append" not in line and "https://" not in line)
-
-

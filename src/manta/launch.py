@@ -74,9 +74,7 @@ def launch(config: Config, overrides: list[str], previous: RunDir | None = None)
             return INTERRUPTED
 
 
-def _launch(
-    config: Config, overrides: list[str], previous: RunDir | None, view: View, interrupts: Interrupts
-) -> int:
+def _launch(config: Config, overrides: list[str], previous: RunDir | None, view: View, interrupts: Interrupts) -> int:
     local = config.cluster.kind == "local"
     needs = plan.resolve(config, [plan.local_node(config.cluster)]) if local else None
     recipe = build("recipe", {"_target_": config.recipe._target_}, config.allowed_targets)
@@ -159,7 +157,10 @@ def _scaling_rows(config: Config, needs: Needs) -> Rows:
     micro = config.data.micro_batch_size
     split = f", in micro-batches of {micro}" if micro is not None and micro < share else ""
     return [
-        ("workers", f"{needs.num_workers}{most} on {device}, {plan.shown(needs.per_worker)} each, {config.scaling.strategy}"),
+        (
+            "workers",
+            f"{needs.num_workers}{most} on {device}, {plan.shown(needs.per_worker)} each, {config.scaling.strategy}",
+        ),
         ("batch", f"{batch} global, {share} per worker{split}"),
     ]
 
@@ -286,7 +287,13 @@ class Tail:
         return found
 
 
-_FOLLOWERS = ("Connection closed by peer", "Connection reset by peer", "ActorDiedError", "ActorUnavailableError", "Gloo")
+_FOLLOWERS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "ActorDiedError",
+    "ActorUnavailableError",
+    "Gloo",
+)
 
 
 def explain_failure(error: BaseException, run: RunDir) -> MantaError:
@@ -300,9 +307,13 @@ def explain_failure(error: BaseException, run: RunDir) -> MantaError:
     for cause in causes.values():
         if isinstance(cause, MantaError):
             return cause
-    ranked = sorted(causes.items(), key=lambda item: any(mark in f"{type(item[1]).__name__}{item[1]}" for mark in _FOLLOWERS))
+    ranked = sorted(
+        causes.items(), key=lambda item: any(mark in f"{type(item[1]).__name__}{item[1]}" for mark in _FOLLOWERS)
+    )
     if not ranked:
-        return MantaError(f"Ray could not run the training: {error}. Details are in {run}/train.log. {resume}", code=FAILED)
+        return MantaError(
+            f"Ray could not run the training: {error}. Details are in {run}/train.log. {resume}", code=FAILED
+        )
     rank, cause = ranked[0]
     text = str(cause).strip() or type(cause).__name__
     return MantaError(f"Training failed on rank {rank}: {type(cause).__name__}: {text}\n{resume}", code=FAILED)

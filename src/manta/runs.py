@@ -139,7 +139,9 @@ class RunDir:
             "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             "gpus": _gpus(),
             "environment": {
-                name: value for name, value in sorted(os.environ.items()) if _ENV.match(name) and not _SECRET.search(name)
+                name: value
+                for name, value in sorted(os.environ.items())
+                if _ENV.match(name) and not _SECRET.search(name)
             },
         }
 
@@ -245,7 +247,9 @@ class MetricsFile:
     def __init__(self, path: Path, keep_bytes: int = 0) -> None:
         self._file = open(path, "ab")
         if self._file.tell() < keep_bytes:
-            raise MantaError(f"{path} is shorter than the checkpoint says it was ({keep_bytes} bytes): it was changed by hand.")
+            raise MantaError(
+                f"{path} is shorter than the checkpoint says it was ({keep_bytes} bytes): it was changed by hand."
+            )
         self._file.truncate(keep_bytes)
         self._file.seek(keep_bytes)
 

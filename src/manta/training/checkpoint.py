@@ -1,8 +1,8 @@
 """Checkpoints of one run: complete or absent, `last` and `best` always there, written beside training.
 
-    checkpoints/step-00000120/state.pt     everything a resume needs; loads with weights_only=True
-    checkpoints/step-00000120/meta.json    step, epoch, metrics, world size
-    checkpoints/last, checkpoints/best     links
+checkpoints/step-00000120/state.pt     everything a resume needs; loads with weights_only=True
+checkpoints/step-00000120/meta.json    step, epoch, metrics, world size
+checkpoints/last, checkpoints/best     links
 """
 
 import json
@@ -134,7 +134,9 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
         meta = json.loads((path / META).read_text())
         if meta.get("format") != FORMAT:
-            raise MantaError(f"Checkpoint {path} has format {meta.get('format')!r}; this version of Manta reads {FORMAT}.")
+            raise MantaError(
+                f"Checkpoint {path} has format {meta.get('format')!r}; this version of Manta reads {FORMAT}."
+            )
         state = torch.load(path / STATE, map_location="cpu", weights_only=True)
     except (OSError, ValueError, EOFError, RuntimeError, AttributeError, KeyError) as error:
         raise MantaError(f"Checkpoint {path} cannot be read: {error}") from error

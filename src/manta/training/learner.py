@@ -26,7 +26,9 @@ def build_model(config: Config) -> nn.Module:
     """The configured model, its weights drawn from torch's global generator."""
     model = build("model", config.model, config.allowed_targets)
     if not isinstance(model, nn.Module):
-        raise MantaError(f"model._target_={config.model['_target_']} made a {type(model).__name__}, not a torch.nn.Module.")
+        raise MantaError(
+            f"model._target_={config.model['_target_']} made a {type(model).__name__}, not a torch.nn.Module."
+        )
     return model
 
 
@@ -44,9 +46,7 @@ def build_scheduler(
     """The configured schedule; total: the training's length in each unit."""
     spec = {key: value for key, value in config.scheduler.items() if key != "unit"}
     length = total[config.scheduler["unit"]]
-    scheduler = build(
-        "scheduler", spec, config.allowed_targets, optimizer, total=length, mode=config.objective.mode
-    )
+    scheduler = build("scheduler", spec, config.allowed_targets, optimizer, total=length, mode=config.objective.mode)
     if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
         raise MantaError(f"scheduler._target_={spec['_target_']} is not a torch.optim.lr_scheduler.LRScheduler.")
     return scheduler

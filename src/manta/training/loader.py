@@ -54,9 +54,7 @@ class Loader:
             return
         self.plan.chunks = (list(zip([epoch] * len(chunk), chunk.tolist(), strict=True)) for chunk in indices)
         for inputs, targets in self.workers:
-            yield self._finish(
-                inputs.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
-            )
+            yield self._finish(inputs.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True))
 
     def _finish(self, inputs: Tensor, targets: Tensor) -> Batch:
         if self.transform is not None:

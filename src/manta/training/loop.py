@@ -73,7 +73,9 @@ class Stopwatch:
 def epoch_length(config: Config, size: int) -> tuple[int, int]:
     """(samples, optimizer steps) of an epoch over `size` training samples."""
     batch = config.data.batch_size
-    limits = [n * batch for n in (config.training.limit_train_batches, config.training.overfit_batches) if n is not None]
+    limits = [
+        n * batch for n in (config.training.limit_train_batches, config.training.overfit_batches) if n is not None
+    ]
     samples = min([size, *limits])
     return samples, math.ceil(samples / batch)
 
@@ -144,9 +146,10 @@ class Loop:
     def _done(self) -> bool:
         settings, progress = self.config.training, self.progress
         patience = settings.early_stopping.patience
-        return (progress.validated == progress.step and (
-            progress.step >= self.total["step"] or (patience is not None and progress.stale >= patience)
-        )) or (settings.epochs is not None and progress.epoch >= settings.epochs)
+        return (
+            progress.validated == progress.step
+            and (progress.step >= self.total["step"] or (patience is not None and progress.stale >= patience))
+        ) or (settings.epochs is not None and progress.epoch >= settings.epochs)
 
     def _steps(self) -> Iterator[Step]:
         """What is left of this epoch."""
@@ -255,7 +258,9 @@ class Loop:
                 getattr(self.splits, split),
                 self.session.device,
                 self.learner.precision.dtype,
-                build_transforms(f"data.transforms.{'train' if training else 'eval'}", specs, self.config.allowed_targets),
+                build_transforms(
+                    f"data.transforms.{'train' if training else 'eval'}", specs, self.config.allowed_targets
+                ),
                 self.config.seed,
                 data.num_workers,
                 data.prefetch_factor,
@@ -283,9 +288,7 @@ class Loop:
         assert path is not None, "checked by the caller"
         self.learner.load_weights(load_checkpoint(path)[0]["learner"])
         self.learner.ema = None  # the averaged weights are in the model now
-        return {
-            f"{split}/{name}": value for split in splits for name, value in self._evaluate(split).items()
-        }
+        return {f"{split}/{name}": value for split in splits for name, value in self._evaluate(split).items()}
 
     def _test(self) -> dict[str, float]:
         """The one look at the test split: the best checkpoint, after selection on validation."""
