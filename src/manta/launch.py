@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from manta import plan, runs
 from manta.config import Config
 from manta.errors import FAILED, FINISHED, INTERRUPTED, MantaError
-from manta.plan import Needs, Node
+from manta.plan import Needs
 from manta.runs import RunDir
 from manta.targets import build
 from manta.view import Rows, View, table
@@ -44,7 +45,7 @@ class Interrupts:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
         self.count += 1
         if self.count > 1:
             raise KeyboardInterrupt
@@ -69,67 +70,83 @@ def launch(config: Config, overrides: list[str], previous: RunDir | None = None)
         stack.callback(view.close)
         interrupts = stack.enter_context(Interrupts(view.say).installed())
         try:
-            return _launch(config, overrides, previous, view, interrupts)
+            return Launch(config, overrides, previous, view, interrupts).go()
         except KeyboardInterrupt:
             return INTERRUPTED
 
 
-def _launch(config: Config, overrides: list[str], previous: RunDir | None, view: View, interrupts: Interrupts) -> int:
-    local = config.cluster.kind == "local"
-    needs = plan.resolve(config, [plan.local_node(config.cluster)]) if local else None
-    recipe = build("recipe", {"_target_": config.recipe._target_}, config.allowed_targets)
-    rows = recipe.check(config, look_at_data=local)
-    if needs is not None and needs.num_workers == 0:
-        return _run(config, overrides, previous, view, interrupts, needs, rows, None)
-    from manta.cluster import connect
+@dataclass
+class Launch:
+    """One request on its way to an outcome."""
 
-    with ExitStack() as stack:
-        if config.plan and local:
-            return _run(config, overrides, previous, view, interrupts, needs or Needs(0, False, {}), rows, None)
-        # Ray writes to the real stdout and stderr from its first moment; nothing has a log to go to yet.
-        nodes = stack.enter_context(connect(config.cluster))
-        needs = plan.resolve(config, nodes)
-        return _run(config, overrides, previous, view, interrupts, needs, rows, nodes)
+    config: Config
+    overrides: list[str]
+    previous: RunDir | None
+    view: View
+    interrupts: Interrupts
 
+    def go(self) -> int:
+        config = self.config
+        local = config.cluster.kind == "local"
+        needs = plan.resolve(config, [plan.local_node(config.cluster)]) if local else None
+        recipe = build("recipe", {"_target_": config.recipe._target_}, config.allowed_targets)
+        rows = recipe.check(config, look_at_data=local)
+        if needs is not None and (needs.num_workers == 0 or config.plan):
+            return self.run(needs, rows, self._in_process)
+        from manta.cluster import connect
 
-def _run(
-    config: Config,
-    overrides: list[str],
-    previous: RunDir | None,
-    view: View,
-    interrupts: Interrupts,
-    needs: Needs,
-    rows: Rows,
-    nodes: list[Node] | None,
-) -> int:
-    if config.plan:
-        view.say(table("Plan", [*rows, *_scaling_rows(config, needs)]))
-        return FINISHED
-    run = previous or runs.create(config)
-    run.begin(config, overrides)
-    view.open_log(run.log)
-    rows = [*rows, *_scaling_rows(config, needs), ("results", str(run))]
-    view.say(table("Plan" if previous is None else f"Plan (continuing {run})", rows))
-    began = time.monotonic()
-    try:
-        with view.progress(config, None):
-            if needs.num_workers == 0:
-                state = _in_process(config, run, view, interrupts, needs)
-            else:
-                state = _on_ray(config, run, view, interrupts, needs)
-    except KeyboardInterrupt:
-        state = "interrupted"
-    except Exception as error:
-        code = error.code if isinstance(error, MantaError) else FAILED
-        view.note("".join(traceback.format_exception(error)))
-        run.update_status(state=runs.FAILED, finished=runs.now(), error=str(error), exit_code=code)
-        _set_summary_state(run, "failed")
-        raise
-    code = FINISHED if state == "finished" else INTERRUPTED
-    run.update_status(state=state, finished=runs.now(), exit_code=code)
-    _set_summary_state(run, state)
-    view.say(_result(run, state, time.monotonic() - began))
-    return code
+        with self.view.capture_descriptors(), connect(config.cluster) as nodes:
+            return self.run(plan.resolve(config, nodes), rows, self._on_ray)
+
+    def run(self, needs: Needs, rows: Rows, execute: Callable[[RunDir, Needs], str]) -> int:
+        """Show the plan, make the run directory, execute, and record how it ended."""
+        view, rows = self.view, [*rows, *_scaling_rows(self.config, needs)]
+        if self.config.plan:
+            view.say(table("Plan", rows))
+            return FINISHED
+        run = self.previous or runs.create(self.config)
+        run.begin(self.config, self.overrides)
+        view.open_log(run.log)
+        view.say(table("Plan" if self.previous is None else f"Plan (continuing {run})", [*rows, ("results", str(run))]))
+        began = time.monotonic()
+        try:
+            with view.progress(self.config):
+                state = execute(run, needs)
+        except KeyboardInterrupt:
+            state = runs.INTERRUPTED
+        except Exception as error:
+            code = error.code if isinstance(error, MantaError) else FAILED
+            view.note("".join(traceback.format_exception(error)))
+            run.update_status(state=runs.FAILED, finished=runs.now(), error=str(error), exit_code=code)
+            _set_summary_state(run, runs.FAILED)
+            raise
+        code = FINISHED if state == runs.FINISHED else INTERRUPTED
+        run.update_status(state=state, finished=runs.now(), exit_code=code)
+        _set_summary_state(run, state)
+        view.say(_result(run, state, time.monotonic() - began))
+        return code
+
+    def _in_process(self, run: RunDir, needs: Needs) -> str:
+        from manta import session
+
+        with self.view.capture_prints():
+            return session.train(session.plain(run, needs.use_gpu, self.interrupts.asked, self.view.update), self.config)
+
+    def _on_ray(self, run: RunDir, needs: Needs) -> str:
+        from manta.cluster import has_cuda, wait_for_resources, worker_lines
+
+        view, config = self.view, self.config
+        with ExitStack() as stack:
+            stack.enter_context(worker_lines(view.user_line, view.note))
+            stack.callback(shutil.rmtree, run.path / ".ray", ignore_errors=True)
+            cuda = needs.use_gpu and has_cuda(config.cluster)
+            if needs.use_gpu and not cuda:
+                view.say("GPUs are declared but there is no CUDA device: computing on CPU (a rehearsal).")
+            wait_for_resources(config.cluster, needs, view.say)
+            self.interrupts.on_first = lambda: _ask_to_stop(run)
+            if self.interrupts.asked():
+                raise KeyboardInterrupt
+            return _watch(_trainer(config, run, needs, cuda), run, view)
 
 
 def _nothing_left(config: Config, run: RunDir) -> bool:
@@ -163,16 +180,6 @@ def _scaling_rows(config: Config, needs: Needs) -> Rows:
         ),
         ("batch", f"{batch} global, {share} per worker{split}"),
     ]
-
-
-# --- in this process ---------------------------------------------------------------------------------------------
-
-
-def _in_process(config: Config, run: RunDir, view: View, interrupts: Interrupts, needs: Needs) -> str:
-    from manta import session
-
-    with view.capture_prints():
-        return session.train(session.plain(run, config.scaling.use_gpu, interrupts.asked, view.update), config)
 
 
 # --- on Ray ------------------------------------------------------------------------------------------------------
@@ -213,23 +220,6 @@ def _trainer(config: Config, run: RunDir, needs: Needs, cuda: bool) -> Any:
         ),
         torch_config=TorchConfig(backend="nccl" if cuda else "gloo", timeout_s=config.scaling.timeout_s),
     )
-
-
-def _on_ray(config: Config, run: RunDir, view: View, interrupts: Interrupts, needs: Needs) -> str:
-    from manta.cluster import has_cuda, wait_for_resources, worker_lines
-
-    with ExitStack() as stack:
-        stack.enter_context(view.capture_descriptors())
-        stack.enter_context(worker_lines(view.user_line, view.note))
-        cuda = needs.use_gpu and has_cuda(config.cluster)
-        if needs.use_gpu and not cuda:
-            view.say("GPUs are declared but this machine has no CUDA device: computing on CPU (a rehearsal).")
-        wait_for_resources(config.cluster, needs, view.say)
-        stack.callback(shutil.rmtree, run.path / ".ray", ignore_errors=True)
-        interrupts.on_first = lambda: _ask_to_stop(run)
-        if interrupts.asked():
-            raise KeyboardInterrupt
-        return _watch(_trainer(config, run, needs, cuda), run, view)
 
 
 def _ask_to_stop(run: RunDir) -> None:

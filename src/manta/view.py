@@ -8,8 +8,8 @@ prints is also shown.
 import io
 import os
 import sys
+import tempfile
 import threading
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,22 +17,20 @@ from typing import IO, Any
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.text import Text
 
 from manta.config import Config
-from manta.errors import MantaError
 
 Rows = list[tuple[str, str]]
 
 
-def table(title: str, rows: Rows) -> Table:
-    """Two columns without lines: what, value."""
-    grid = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False, pad_edge=False)
-    grid.add_column(style="cyan", no_wrap=True)
-    grid.add_column(overflow="fold")
+def table(title: str, rows: Rows) -> Text:
+    """Two columns, what and value; values are never broken, so that commands can be copied."""
+    width = max(len(what) for what, _ in rows) + 2
+    text = Text(title, style="bold")
     for what, value in rows:
-        grid.add_row(what, value)
-    return grid
+        text.append(f"\n{what:<{width}}", style="not bold cyan").append(value, style="not bold")
+    return text
 
 
 def number(value: float | None) -> str:
@@ -44,9 +42,10 @@ class View:
     """The terminal of one command."""
 
     def __init__(self) -> None:
-        self.terminal = Console(file=sys.stdout, highlight=False, soft_wrap=not sys.stdout.isatty())
+        self.terminal = Console(file=sys.stdout, highlight=False, soft_wrap=True)
         self.log: Console | None = None
         self._log_file: IO[str] | None = None
+        self._aside: IO[str] | None = None
         self._live: Progress | None = None
         self._task: TaskID | None = None
         self._lock = threading.RLock()
@@ -64,33 +63,24 @@ class View:
                 self.log.print(what, markup=False)
 
     def note(self, text: str) -> None:
-        """Log a line without showing it."""
+        """Log text without showing it."""
         with self._lock:
-            if self._log_file is not None:
+            if self._log_file is not None and text:
                 self._log_file.write(text.rstrip("\n") + "\n")
                 self._log_file.flush()
 
-    def error(self, error: BaseException, show_traceback: bool) -> None:
-        """One clear message on stderr (the traceback goes to train.log, and to the terminal only if asked for)."""
-        trace = "".join(traceback.format_exception(error))
-        self.note(trace)
-        message = str(error) if isinstance(error, MantaError) else f"{type(error).__name__}: {error}"
-        with self._lock:
-            stderr = Console(stderr=True, highlight=False, soft_wrap=True)
-            if self.terminal.file is not sys.stdout:  # the streams are redirected: this is the real terminal
-                stderr = self.terminal
-            if show_traceback:
-                stderr.print(trace, markup=False)
-            stderr.print(f"Error: {message}", style="bold red" if stderr.is_terminal else None, markup=False)
-
     def open_log(self, path: Path) -> None:
         self._log_file = open(path, "a", buffering=1)
+        if self._aside is not None:
+            self._redirect(self._log_file)
+            self._aside.seek(0)
+            self.note(self._aside.read())
         self.log = Console(file=self._log_file, width=120, highlight=False, no_color=True, soft_wrap=True)
 
     # --- progress ------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def progress(self, config: Config, total_steps: int | None) -> Iterator[None]:
+    def progress(self, config: Config) -> Iterator[None]:
         """Inside, `update` draws the reports it is given."""
         self._objective, self._last_step = config.objective.metric, -1
         if self.terminal.is_terminal:
@@ -106,7 +96,7 @@ class View:
                 redirect_stdout=False,
                 redirect_stderr=False,
             )
-            self._task = self._live.add_task("starting", total=total_steps, numbers="")
+            self._task = self._live.add_task("starting", total=None, numbers="")
             self._live.start()
         try:
             yield
@@ -185,27 +175,31 @@ class View:
 
     @contextmanager
     def capture_descriptors(self) -> Iterator[None]:
-        """Whatever this process or its libraries write to stdout or stderr goes to train.log only (Ray's chatter)."""
-        assert self._log_file is not None
+        """Whatever this process or its libraries write to stdout or stderr goes to train.log only (Ray's chatter).
+
+        Until there is a log (Ray starts before a run has a directory) it is kept aside.
+        """
         sys.stdout.flush()
         sys.stderr.flush()
         kept = os.dup(1), os.dup(2)
-        terminal = os.fdopen(os.dup(kept[0]), "w", buffering=1)
         before = self.terminal.file
-        self.terminal.file = terminal
-        os.dup2(self._log_file.fileno(), 1)
-        os.dup2(self._log_file.fileno(), 2)
-        try:
-            yield
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os.dup2(kept[0], 1)
-            os.dup2(kept[1], 2)
-            for descriptor in kept:
-                os.close(descriptor)
-            self.terminal.file = before
-            terminal.close()
+        with os.fdopen(os.dup(kept[0]), "w", buffering=1) as terminal, tempfile.TemporaryFile("w+") as aside:
+            self._aside, self.terminal.file = aside, terminal
+            self._redirect(self._log_file or aside)
+            try:
+                yield
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                for descriptor, real in enumerate(kept, start=1):
+                    os.dup2(real, descriptor)
+                    os.close(real)
+                self._aside, self.terminal.file = None, before
+
+    @staticmethod
+    def _redirect(file: IO[str]) -> None:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
 
     def close(self) -> None:
         self.pause()

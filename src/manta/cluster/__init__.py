@@ -112,6 +112,8 @@ def worker_lines(show: Any, note: Any) -> Iterator[None]:
     from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
 
     def handle(data: dict[str, Any]) -> None:
+        if data.get("pid") == "autoscaler" or data.get("actor_name") == "PlacementGroupCleaner":
+            return  # a line a second each, about nothing
         ours = data.get("actor_name") == "RayTrainWorker"
         for line in data.get("lines", []):
             if ours and not _is_chatter(line):

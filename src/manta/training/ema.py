@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 
 class Ema:
@@ -19,8 +19,14 @@ class Ema:
         self.average = [p.detach().clone() for p in self.live]
 
     @torch.no_grad()
-    def update(self) -> None:
-        torch._foreach_lerp_(self.average, [p.detach() for p in self.live], 1.0 - self.decay)
+    def update(self, step: int) -> None:
+        """Take in the weights after optimizer step `step` (from 1).
+
+        The decay grows from 0.18 to its full value, so that the first weights, which are random, do not linger
+        (the rule of TensorFlow's ExponentialMovingAverage with num_updates).
+        """
+        decay = min(self.decay, (1 + step) / (10 + step))
+        torch._foreach_lerp_(self.average, [p.detach() for p in self.live], 1.0 - decay)
 
     @torch.no_grad()
     def adopt(self) -> None:
@@ -43,6 +49,3 @@ class Ema:
             yield
         finally:
             self._swap()
-
-    def tensors(self) -> list[Tensor]:
-        return self.average

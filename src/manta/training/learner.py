@@ -100,7 +100,8 @@ class Learner:
 
     def _use_gradients(self, step: int, loss: Tensor) -> None:
         clip = self.config.training.grad_clip_norm
-        self.scaler.unscale_(self.optimizer) if clip is not None else None
+        if clip is not None:
+            self.scaler.unscale_(self.optimizer)
         if clip is not None or self.config.training.nonfinite_guard:
             gradients = [p.grad for p in self.parameters if p.grad is not None]
             norm = torch.nn.utils.get_total_norm(gradients)
@@ -112,7 +113,7 @@ class Learner:
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         if self.ema is not None:
-            self.ema.update()
+            self.ema.update(step)
 
     def _guard(self, step: int, loss: Tensor, norm: Tensor) -> None:
         # An infinite gradient is how fp16 loss scaling finds its scale; only the loss tells there.

@@ -50,7 +50,7 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.samples, self.seconds = 0, 0.0
-        self._mark = (0, 0.0)
+        self._marks: dict[str, tuple[int, float]] = {}
         self._started: float | None = None
 
     def start(self) -> None:
@@ -61,13 +61,12 @@ class Stopwatch:
             self.seconds += time.perf_counter() - self._started
             self._started = None
 
-    def lap(self) -> float:
-        """Samples per second since the last lap."""
-        self.stop()
-        self.start()
-        samples, seconds = self.samples - self._mark[0], self.seconds - self._mark[1]
-        self._mark = (self.samples, self.seconds)
-        return samples / max(seconds, 1e-9)
+    def lap(self, name: str) -> float:
+        """Samples per second since the last lap of this name."""
+        seconds = self.seconds + (time.perf_counter() - self._started if self._started is not None else 0.0)
+        before = self._marks.get(name, (0, 0.0))
+        self._marks[name] = (self.samples, seconds)
+        return (self.samples - before[0]) / max(seconds - before[1], 1e-9)
 
 
 def epoch_length(config: Config, size: int) -> tuple[int, int]:
@@ -203,13 +202,14 @@ class Loop:
         self.watch.samples += step.size
         if progress.step % self.config.training.log_every_n_steps == 0:
             total = self.session.sum(self.losses[0]).item()
-            self._report({"train/loss": total / progress.window, "train/lr": self.learner.lr}, progress.epoch + 1)
+            found = {"train/loss": total / progress.window, "train/lr": self.learner.lr}
+            self._report("train", found, progress.epoch + 1)
             self.losses[0], progress.window = 0.0, 0
 
-    def _report(self, values: dict[str, float], epoch: int) -> None:
+    def _report(self, kind: str, values: dict[str, float], epoch: int) -> None:
         self.progress.metrics.update(values)
         self.session.report(
-            {"step": self.progress.step, "epoch": epoch, **values, "samples_per_s": round(self.watch.lap(), 1)}
+            {"step": self.progress.step, "epoch": epoch, **values, "samples_per_s": round(self.watch.lap(kind), 1)}
         )
 
     # --- the end of an epoch -------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ class Loop:
         seen = progress.offset
         found = {f"val/{name}": value for name, value in self._evaluate("val").items()}
         found["train/epoch_loss"] = self.session.sum(self.losses[1]).item() / max(seen, 1)
-        self._report(found, epoch)
+        self._report("val", found, epoch)
         value = found[objective.metric]
         sign = 1 if objective.mode == "max" else -1
         best = progress.best
@@ -329,7 +329,7 @@ class Loop:
         if path is None:
             self.session.open_metrics(0)
             return
-        state, meta = load_checkpoint(path)
+        state, _ = load_checkpoint(path)
         self.learner.load(state["learner"])
         self.progress = Progress(**state["progress"])
         ranks = state["ranks"]
