@@ -177,8 +177,8 @@ class Scaling:
     """With a number here the run is elastic between `num_workers` and this (Ray's `num_workers=(min, max)`)."""
     use_gpu: bool | None = None
     """One GPU per worker; null = if there are any."""
-    resources_per_worker: dict[str, float] = field(default_factory=dict)
-    """E.g. {CPU: 4, GPU: 1}; what is left out: an even share of the CPUs, one GPU if GPUs are used."""
+    resources_per_worker: dict[str, float | None] = field(default_factory=lambda: {"CPU": None, "GPU": None})
+    """Null: an even share of the CPUs, one GPU if GPUs are used. Others are added: +scaling.resources_per_worker.X=1"""
     placement_strategy: str = "PACK"
     """Ray's: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD."""
     accelerator_type: str | None = None

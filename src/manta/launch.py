@@ -7,14 +7,15 @@ import signal
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from manta import plan, runs
+from manta.cluster import connect, has_cuda, is_running, wait_for_resources, worker_lines
 from manta.config import Config
 from manta.errors import FAILED, FINISHED, INTERRUPTED, MantaError
 from manta.plan import Needs
@@ -87,14 +88,13 @@ class Launch:
 
     def go(self) -> int:
         config = self.config
-        local = config.cluster.kind == "local"
+        # Inside a Ray that is up already (a job of Hydra's ray launcher) its nodes count, not this machine.
+        local = config.cluster.kind == "local" and not is_running()
         needs = plan.resolve(config, [plan.local_node(config.cluster)]) if local else None
         recipe = build("recipe", {"_target_": config.recipe._target_}, config.allowed_targets)
         rows = recipe.check(config, look_at_data=local)
         if needs is not None and (needs.num_workers == 0 or config.plan):
             return self.run(needs, rows, self._in_process)
-        from manta.cluster import connect
-
         with self.view.capture_descriptors(), connect(config.cluster) as nodes:
             return self.run(plan.resolve(config, nodes), rows, self._on_ray)
 
@@ -133,20 +133,19 @@ class Launch:
             return session.train(session.plain(run, needs.use_gpu, self.interrupts.asked, self.view.update), self.config)
 
     def _on_ray(self, run: RunDir, needs: Needs) -> str:
-        from manta.cluster import has_cuda, wait_for_resources, worker_lines
+        self.interrupts.on_first = lambda: _ask_to_stop(run)
+        if self.interrupts.asked():
+            raise KeyboardInterrupt
+        tail = Tail(run)
 
-        view, config = self.view, self.config
-        with ExitStack() as stack:
-            stack.enter_context(worker_lines(view.user_line, view.note))
-            stack.callback(shutil.rmtree, run.path / ".ray", ignore_errors=True)
-            cuda = needs.use_gpu and has_cuda(config.cluster)
-            if needs.use_gpu and not cuda:
-                view.say("GPUs are declared but there is no CUDA device: computing on CPU (a rehearsal).")
-            wait_for_resources(config.cluster, needs, view.say)
-            self.interrupts.on_first = lambda: _ask_to_stop(run)
-            if self.interrupts.asked():
-                raise KeyboardInterrupt
-            return _watch(_trainer(config, run, needs, cuda), run, view)
+        def draw() -> None:
+            for line in tail.lines():
+                self.view.update(line)
+
+        try:
+            return str(on_workers(self.config, run, needs, self.view, _train, {}, draw))
+        finally:
+            shutil.rmtree(run.path / ".ray", ignore_errors=True)
 
 
 def _nothing_left(config: Config, run: RunDir) -> bool:
@@ -185,22 +184,71 @@ def _scaling_rows(config: Config, needs: Needs) -> Rows:
 # --- on Ray ------------------------------------------------------------------------------------------------------
 
 
-def _worker(payload: dict[str, Any]) -> str:
+def on_workers(
+    config: Config,
+    run: RunDir,
+    needs: Needs,
+    view: View,
+    function: Callable[..., Any],
+    arguments: dict[str, Any],
+    draw: Callable[[], None] = lambda: None,
+) -> Any:
+    """Call `function(session, config, **arguments)` on every worker of a Ray Train run; rank 0's result.
+
+    Args:
+        draw: called several times a second, while this thread waits and can hear signals.
+
+    Raises:
+        MantaError: the workers cannot be had, or one of them failed.
+    """
+    with worker_lines(view.user_line, view.note):
+        cuda = needs.use_gpu and has_cuda(config.cluster)
+        if needs.use_gpu and not cuda:
+            view.say("GPUs are declared but there is no CUDA device: computing on CPU (a rehearsal).")
+        wait_for_resources(config.cluster, needs, view.say)
+        payload = {"function": function, "arguments": arguments, "config": config, "run": run, "use_gpu": needs.use_gpu}
+        trainer = _trainer(config, run, needs, "nccl" if cuda else "gloo", payload)
+        outcome: dict[str, Any] = {}
+
+        def fit() -> None:
+            try:
+                outcome["value"] = trainer.fit().return_value
+            except BaseException as error:
+                outcome["error"] = error
+
+        thread = threading.Thread(target=fit, name="fit", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(0.2)
+            draw()
+        draw()
+    if "error" in outcome:
+        raise explain_failure(outcome["error"], run) from outcome["error"]
+    return outcome["value"]
+
+
+def _worker(payload: dict[str, Any]) -> Any:
     """The training function of a Ray Train worker."""
     from manta import session
 
-    run = RunDir(Path(payload["run"]))
-    return session.train(session.ray_worker(run, payload["use_gpu"]), payload["config"])
+    mine = session.ray_worker(payload["run"], payload["use_gpu"])
+    return payload["function"](mine, payload["config"], **payload["arguments"])
 
 
-def _trainer(config: Config, run: RunDir, needs: Needs, cuda: bool) -> Any:
+def _train(mine: Any, config: Config) -> str:
+    from manta import session
+
+    return session.train(mine, config)
+
+
+def _trainer(config: Config, run: RunDir, needs: Needs, backend: str, payload: dict[str, Any]) -> Any:
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
     workers: Any = needs.num_workers if needs.max_workers is None else (needs.num_workers, needs.max_workers)
     return TorchTrainer(
         _worker,
-        train_loop_config={"config": config, "run": str(run.path), "use_gpu": needs.use_gpu},
+        train_loop_config=payload,
         scaling_config=ScalingConfig(
             num_workers=workers,
             use_gpu=needs.use_gpu,
@@ -209,7 +257,8 @@ def _trainer(config: Config, run: RunDir, needs: Needs, cuda: bool) -> Any:
             accelerator_type=config.scaling.accelerator_type,
         ),
         run_config=RunConfig(
-            name=f"attempt-{run.read('status.json')['attempts']}",
+            # Ray continues a run of the same name; ours resume from their own checkpoints.
+            name=uuid.uuid4().hex,
             storage_path=str(run.path / ".ray"),
             # A worker group that cannot start is tried again for ever by default.
             failure_config=FailureConfig(
@@ -218,7 +267,7 @@ def _trainer(config: Config, run: RunDir, needs: Needs, cuda: bool) -> Any:
             ),
             logging_config=LoggingConfig(log_level="WARNING"),
         ),
-        torch_config=TorchConfig(backend="nccl" if cuda else "gloo", timeout_s=config.scaling.timeout_s),
+        torch_config=TorchConfig(backend=backend, timeout_s=config.scaling.timeout_s),
     )
 
 
@@ -226,30 +275,6 @@ def _ask_to_stop(run: RunDir) -> None:
     run.stop_file.touch()
     if not runs.is_locked(run):  # no rank trains yet: nothing to save
         raise KeyboardInterrupt
-
-
-def _watch(trainer: Any, run: RunDir, view: View) -> str:
-    """fit() in a thread, so that this one hears signals and draws reports."""
-    outcome: dict[str, Any] = {}
-
-    def fit() -> None:
-        try:
-            outcome["state"] = trainer.fit().return_value
-        except BaseException as error:
-            outcome["error"] = error
-
-    tail = Tail(run)
-    thread = threading.Thread(target=fit, name="fit", daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(0.2)
-        for line in tail.lines():
-            view.update(line)
-    for line in tail.lines():
-        view.update(line)
-    if "error" in outcome:
-        raise explain_failure(outcome["error"], run) from outcome["error"]
-    return str(outcome["state"])
 
 
 class Tail:

@@ -68,7 +68,7 @@ def resolve(config: Config, nodes: list[Node]) -> Needs:
         )
     num_workers = scaling.num_workers
     if not isinstance(num_workers, int):
-        num_workers = int(gpus // scaling.resources_per_worker.get("GPU", 1)) if use_gpu else 1
+        num_workers = int(gpus // (scaling.resources_per_worker.get("GPU") or 1)) if use_gpu else 1
     needs = Needs(num_workers, use_gpu, {}, scaling.max_workers)
     needs = dataclasses.replace(needs, per_worker=_per_worker(scaling, needs, nodes))
     check_placeable(needs, scaling.placement_strategy, nodes)
@@ -83,7 +83,7 @@ def resolve(config: Config, nodes: list[Node]) -> Needs:
 
 def _per_worker(scaling: Scaling, needs: Needs, nodes: list[Node]) -> dict[str, float]:
     """A worker's resources: as configured, else a GPU if used and an even share of the CPUs."""
-    given = {key: float(value) for key, value in scaling.resources_per_worker.items()}
+    given = {key: float(value) for key, value in scaling.resources_per_worker.items() if value is not None}
     if needs.use_gpu:
         given.setdefault("GPU", 1.0)
     if "CPU" not in given:

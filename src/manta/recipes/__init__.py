@@ -1,5 +1,6 @@
 """Recipes: training functions that see only a Session. `recipe=` chooses one; every other group keeps its meaning."""
 
+from pathlib import Path
 from typing import Any, Protocol
 
 from manta.config import Config
@@ -30,10 +31,6 @@ class Recipe(Protocol):
         """
         ...
 
-    def evaluate(self, session: Session, config: Config, checkpoint: str, splits: list[str]) -> dict[str, float]:
-        """On every rank: exact metrics of a checkpoint on each named split, e.g. {"val/loss": 0.1}."""
-        ...
-
-    def predict(self, session: Session, config: Config, checkpoint: str, split: str) -> dict[str, Any]:
-        """In one process: {"ids", "targets", "predictions", "probabilities", "classes"} of every sample, in order."""
+    def evaluate(self, session: Session, config: Config, checkpoint: Path, splits: list[str]) -> dict[str, float]:
+        """On every rank: exact metrics of a checkpoint directory on each named split, e.g. {"val/loss": 0.1}."""
         ...

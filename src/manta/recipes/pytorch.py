@@ -1,5 +1,6 @@
 """The default recipe: a plain PyTorch loop for classification."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,8 +13,12 @@ from manta.data.transforms import build_transforms
 from manta.errors import MantaError
 from manta.recipes import Rows
 from manta.session import Session
-from manta.training.learner import build_model, build_optimizer, build_scheduler
+from manta.training.checkpoint import load_checkpoint
+from manta.training.evaluation import Evaluator
+from manta.training.learner import build_model, build_optimizer, build_scheduler, load_weights
 from manta.training.loop import Loop, training_length
+from manta.training.parallel import bare, parallelise
+from manta.training.tasks import Classification
 
 
 class PyTorchRecipe:
@@ -43,11 +48,20 @@ class PyTorchRecipe:
     def train(self, session: Session, config: Config) -> dict[str, Any]:
         return Loop(session, config, load_splits(config.data, config.allowed_targets)).run()
 
-    def evaluate(self, session: Session, config: Config, checkpoint: str, splits: list[str]) -> dict[str, float]:
-        raise NotImplementedError
-
-    def predict(self, session: Session, config: Config, checkpoint: str, split: str) -> dict[str, Any]:
-        raise NotImplementedError
+    def evaluate(self, session: Session, config: Config, checkpoint: Path, splits: list[str]) -> dict[str, float]:
+        data = load_splits(config.data, config.allowed_targets)
+        evaluator = Evaluator(session, config, data, Classification())
+        model = parallelise(
+            build_model(config).to(session.device, evaluator.precision.dtype), session, config.scaling.strategy
+        )
+        load_weights(model, load_checkpoint(checkpoint)[0]["learner"])
+        model = bare(model).eval()
+        found: dict[str, float] = {}
+        for split in splits:
+            if getattr(data, split) is None:
+                raise MantaError(f"splits={split}: data set {config.data.name} has no {split} split.")
+            found |= evaluator(model, split)
+        return found
 
 
 def _size(splits: Splits, name: str) -> int:

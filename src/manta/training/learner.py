@@ -52,6 +52,18 @@ def build_scheduler(
     return scheduler
 
 
+def load_weights(model: nn.Module, state: dict[str, Any]) -> None:
+    """Load the weights that are judged: averaged ones if the learner's state has them.
+
+    Raises:
+        MantaError: they are of another architecture.
+    """
+    try:
+        load_model(model, {**state["model"], **(state["ema"] or {})})
+    except RuntimeError as error:
+        raise MantaError(f"The checkpoint does not fit this model: {error}") from error
+
+
 class Learner:
     """Everything one optimizer step touches, on one rank.
 
@@ -185,7 +197,7 @@ class Learner:
             MantaError: it is of another architecture.
         """
         if self.ema is not None:
-            self.load_weights(state)
+            load_weights(self.model, state)
             self.ema.adopt()
         try:
             load_model(self.model, state["model"])
@@ -195,13 +207,6 @@ class Learner:
         self.scheduler.load_state_dict(state["scheduler"])
         self.scaler.load_state_dict(state["scaler"])
         self._apply_changes(state["optimizer_config"])
-
-    def load_weights(self, state: dict[str, Any]) -> None:
-        """Only the weights that are judged (averaged ones if the checkpoint has them)."""
-        try:
-            load_model(self.model, {**state["model"], **(state["ema"] or {})})
-        except RuntimeError as error:
-            raise MantaError(f"The checkpoint does not fit this model: {error}") from error
 
     def _apply_changes(self, before: dict[str, Any]) -> None:
         """Optimizer settings changed on the command line of a resume win over the checkpoint's."""

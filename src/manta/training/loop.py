@@ -13,12 +13,10 @@ import torch
 
 from manta.config import Config
 from manta.data import Splits
-from manta.data.transforms import build_transforms
 from manta.session import Agreement, Session
 from manta.training.checkpoint import CheckpointWriter, find_checkpoint, load_checkpoint
-from manta.training.evaluation import evaluate
-from manta.training.learner import Learner
-from manta.training.loader import Loader
+from manta.training.evaluation import Evaluator, make_loader
+from manta.training.learner import Learner, load_weights
 from manta.training.rng import rng_state, seed_everything, seed_rank, set_rng_state
 from manta.training.sampler import Step, epoch_order, training_steps
 
@@ -104,7 +102,8 @@ class Loop:
         seed_everything(config.seed)  # the weights: equal on every rank, whatever the number of ranks
         self.learner = Learner(session, config, self.total)
         seed_rank(config.seed, session.rank)
-        self.loaders: dict[str, Loader] = {}
+        self.loader = make_loader(session, config, splits, "train")
+        self.evaluate = Evaluator(session, config, splits, self.learner.task)
         self.progress = Progress()
         self.save_due = False
         self.losses = torch.zeros(2, dtype=torch.float64, device=session.device)  # of this window, of this epoch
@@ -166,7 +165,7 @@ class Loop:
     def _epoch(self, profiler: Any) -> bool:
         """Train to the end of the epoch (or of the training); False if asked to stop before."""
         steps, ahead = itertools.tee(self._steps())
-        batches = self._loader("train").batches(
+        batches = self.loader.batches(
             (micro.indices for step in ahead for micro in step.micros), self.progress.epoch
         )
         self.watch.start()
@@ -234,7 +233,8 @@ class Loop:
         """Evaluate on the validation split; True if it is the best so far."""
         progress, objective = self.progress, self.config.objective
         seen = progress.offset
-        found = {f"val/{name}": value for name, value in self._evaluate("val").items()}
+        with self.learner.evaluating() as model:
+            found = self.evaluate(model, "val")
         found["train/epoch_loss"] = self.session.sum(self.losses[1]).item() / max(seen, 1)
         self._report("val", found, epoch)
         value = found[objective.metric]
@@ -250,51 +250,15 @@ class Loop:
         self.learner.schedule("validation", value)
         return improved
 
-    def _loader(self, split: str) -> Loader:
-        if split not in self.loaders:
-            data, training = self.config.data, split == "train"
-            specs = data.transforms.train if training else data.transforms.eval
-            self.loaders[split] = Loader(
-                getattr(self.splits, split),
-                self.session.device,
-                self.learner.precision.dtype,
-                build_transforms(
-                    f"data.transforms.{'train' if training else 'eval'}", specs, self.config.allowed_targets
-                ),
-                self.config.seed,
-                data.num_workers,
-                data.prefetch_factor,
-            )
-        return self.loaders[split]
-
-    def _evaluate(self, split: str) -> dict[str, float]:
-        data = self.config.data
-        share = math.ceil(data.batch_size / self.session.world_size)
-        with self.learner.evaluating() as model:
-            return evaluate(
-                self.session,
-                model,
-                self.learner.task,
-                self.learner.precision,
-                self._loader(split),
-                len(getattr(self.splits, split)),
-                data.eval_batch_size or data.micro_batch_size or share,
-                self.config.training.limit_eval_batches,
-            )
-
-    def judge(self, checkpoint: str, splits: list[str]) -> dict[str, float]:
-        """Exact metrics of one of the run's checkpoints, e.g. {"test/accuracy": 0.97}."""
-        path = find_checkpoint(self.session.run.checkpoints, checkpoint)
-        assert path is not None, "checked by the caller"
-        self.learner.load_weights(load_checkpoint(path)[0]["learner"])
-        self.learner.ema = None  # the averaged weights are in the model now
-        return {f"{split}/{name}": value for split in splits for name, value in self._evaluate(split).items()}
-
     def _test(self) -> dict[str, float]:
         """The one look at the test split: the best checkpoint, after selection on validation."""
-        if self.splits.test is None or self.progress.best is None:
+        path = find_checkpoint(self.session.run.checkpoints, "best")
+        if self.splits.test is None or path is None:
             return {}
-        return self.judge("best", ["test"])
+        load_weights(self.learner.model, load_checkpoint(path)[0]["learner"])
+        self.learner.ema = None  # the averaged weights are in the model now
+        with self.learner.evaluating() as model:
+            return self.evaluate(model, "test")
 
     # --- checkpoints ---------------------------------------------------------------------------------------------
 
