@@ -98,7 +98,7 @@ class Mirror:
 
         class Handler(SimpleHTTPRequestHandler):
             def do_GET(self):
-                # torchvision asks twice: once to follow redirects (a GET with a header "Method: HEAD"), then for the file.
+                # torchvision asks twice: to follow redirects (a GET with a header "Method: HEAD"), then for the file.
                 if self.headers.get("Method") != "HEAD":
                     gets.append(self.path.lstrip("/"))
                 super().do_GET()

@@ -145,7 +145,7 @@ def test_an_unreadable_folder(tmp_path, monkeypatch):
 def test_classes_that_differ_between_splits(tmp_path):
     write(tmp_path, "train", {"cat": 4, "dog": 4})
     write(tmp_path, "val", {"cat": 1, "dgo": 1})
-    with pytest.raises(MantaError, match="train and val must have the same.*dog only in train; dgo only in val"):
+    with pytest.raises(MantaError, match=r"train and val must have the same.*dog only in train; dgo only in val"):
         image_folder(str(tmp_path), [3, 8, 8], **PLAIN)
 
 

@@ -94,12 +94,12 @@ def test_fetched_once_then_used_without_network_or_download(name, serve, root):
 
 
 @pytest.mark.parametrize("name", ["mnist", "cifar100"])
-def test_several_processes_start_at_once_on_one_empty_root(name, serve, root):
+def test_two_processes_start_at_once_on_one_empty_root(name, serve, root):
     mirror, folder = serve(name)
     command = [sys.executable, str(Path(__file__).with_name("mirror.py")), name, str(root), mirror.url, str(folder)]
     both = [
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(3)
+        for _ in range(2)
     ]
     for process in both:
         assert process.stdout.readline() == "ready\n"
@@ -107,9 +107,9 @@ def test_several_processes_start_at_once_on_one_empty_root(name, serve, root):
         process.stdin.write("go\n")
         process.stdin.flush()
     outcomes = [process.communicate(timeout=60) for process in both]
-    assert [process.returncode for process in both] == [0] * 3, outcomes
+    assert [process.returncode for process in both] == [0, 0], outcomes
     assert {out.strip() for out, _ in outcomes} == {digest(fetch(name, root))}
-    assert len(mirror.gets) == len(vision._archives(CLASSES[name]))  # one fetched, the others waited
+    assert len(mirror.gets) == len(vision._archives(CLASSES[name]))  # one fetched, the other waited
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -186,7 +186,7 @@ def test_what_a_killed_download_left_is_cleared(serve, root):
 def test_a_root_that_cannot_be_made(serve, tmp_path):
     serve("mnist")
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(MantaError, match="fetching it failed: .*Not a directory"):
+    with pytest.raises(MantaError, match=r"fetching it failed: .*Not a directory"):
         fetch("mnist", tmp_path / "file" / "root")
 
 
@@ -216,7 +216,7 @@ def test_a_refused_fraction_passes_through_the_plug_in(serve, root):
     serve("mnist")
     spec = {"_target_": "manta.data.vision.mnist", "root": str(root), "val_fraction": 1.0}
     data = Data(name="mnist", dataset=spec, input_shape=[1, 28, 28], num_classes=10)
-    with pytest.raises(MantaError, match="data.val_fraction=1.0"):
+    with pytest.raises(MantaError, match=r"data.val_fraction=1.0"):
         load_splits(data, ["manta"])
     spec["val_fraction"] = 0.1
     assert len(load_splits(data, ["manta"]).classes) == 10
