@@ -103,8 +103,7 @@ def test_an_experiment_replaces_groups_and_the_command_line_wins(composed):
     config = composed("experiment=digits_vit")
     assert config.model["_target_"] == "manta.models.vit.ViT" and config.model["patch_size"] == 2
     assert "hidden" not in config.model and config.training.epochs == 20
-    config = composed("experiment=digits_vit", "model=mlp", "~model.patch_size", "~model.dim", "~model.depth",
-                      "~model.heads", "training.epochs=1")  # fmt: skip
+    config = composed("experiment=digits_vit", "model=mlp", "~model.patch_size", "training.epochs=1")
     assert config.model["_target_"] == "manta.models.mlp.MLP" and config.training.epochs == 1
 
 

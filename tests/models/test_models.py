@@ -1,5 +1,7 @@
 """Every model: shapes, gradients, meta device, float64, torch.compile, and messages."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -12,7 +14,7 @@ from manta.models.vit import ViT
 from manta.targets import build
 
 SHAPES = {"digits": [1, 8, 8], "cifar": [3, 32, 32]}
-SPECS = {
+SPECS: dict[str, dict[str, Any]] = {
     "mlp": {"_target_": "manta.models.mlp.MLP", "hidden": [16, 12], "dropout": 0.1},
     "cnn": {"_target_": "manta.models.cnn.CNN", "channels": [4, 8], "hidden": 16, "dropout": 0.1},
     "resnet18": {"_target_": "manta.models.resnet.resnet18"},

@@ -115,7 +115,7 @@ def test_a_longer_resumed_run_follows_its_own_schedule():
         (lambda o: constant(o, warmup=0.1), "total=None"),
         (lambda o: wsd(o, total=10, warmup=0.5, decay=0.6), "warmup=0.5 and decay=0.6 do not fit in total=10"),
         (lambda o: wsd(o, total=10, decay=-1), "decay=-1"),
-        (lambda o: wsd(o, total=10, shape="steep"), "shape=steep"),
+        (lambda o: wsd(o, total=10, shape="steep"), "shape=steep"),  # type: ignore[arg-type]
     ],
 )
 def test_bad_values_name_their_argument(call, message):

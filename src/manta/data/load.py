@@ -55,7 +55,10 @@ def _check_split(where: str, part: AnySet, data: Data) -> None:
         sample, targets = part.batch(torch.zeros(1, dtype=torch.int64, device=part.targets.device))[0][0], part.targets
     else:
         sample, target = _first(where, part)
-        targets = torch.as_tensor(getattr(part, "targets", [target]))
+        try:
+            targets = torch.as_tensor(getattr(part, "targets", [target]))
+        except (TypeError, ValueError, RuntimeError):
+            raise MantaError(f"{where}: a target is {target!r}; it must be a class number, an int.") from None
     _check_sample(where, sample, data)
     _check_targets(where, targets, data)
 

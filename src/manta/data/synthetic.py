@@ -26,7 +26,8 @@ class SyntheticSet(Dataset):
 
 
 def _generator(seed: int, stream: int) -> torch.Generator:
-    return torch.Generator().manual_seed((seed << 32) + stream)
+    # torch's CPU generator uses the low 32 bits of its seed only; the multiplier keeps the streams of seeds apart.
+    return torch.Generator().manual_seed((seed * 2_654_435_761 + stream) % 2**32)
 
 
 def synthetic(
@@ -51,7 +52,7 @@ def synthetic(
     positive(num_classes=num_classes, num_samples=num_samples, **{"round(val_fraction * num_samples)": held})
     if noise < 0 or seed < 0:
         raise ValueError(f"noise={noise} and seed={seed} must be at least 0")
-    prototypes = torch.randn(num_classes, *input_shape, generator=_generator(seed, 2**32 - 1))
+    prototypes = torch.randn(num_classes, *input_shape, generator=_generator(seed, -1))
     parts: list[AnySet] = []
     for first, size in ((0, num_samples), (num_samples, held), (num_samples + held, held)):
         part = SyntheticSet(prototypes, first, size, noise, seed)
