@@ -223,6 +223,15 @@ def test_commands_that_cannot_run_here_compose(arguments: list[str], written: tu
     assert code == 0, f"python train.py {shlex.join(arguments)} does not compose:\n{output}"
 
 
+def test_documented_files_pass_lint(written: tuple[Path, dict[str, str]]) -> None:
+    """What a reader copies must not break `make lint`."""
+    place, env = written
+    files = [block.file for block in ALL if block.file is not None and block.language == "python"]
+    for command in (["check"], ["format", "--diff"]):
+        code, output = run([sys.executable, "-m", "ruff", *command, *files], place, env, 60)
+        assert code == 0, output
+
+
 # --- the pages themselves ----------------------------------------------------------------------------------------
 
 
