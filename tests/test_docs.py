@@ -30,7 +30,7 @@ BLOCK_TIMEOUT_S = 420
 
 FENCE = re.compile(r"^( *)```(\w*)\s*$")
 MARK = re.compile(r"^ *<!-- not run: (\S.*\S) -->$")
-FILE_NAME = re.compile(r"^# ((?:conf|src|scripts|tests)/\S+\.(?:py|yaml))$")
+FILE_NAME = re.compile(r"(?:# @.*\n)?# ((?:conf|src|scripts|tests)/\S+\.(?:py|yaml))\n")
 LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)#\s]+)")
 
 
@@ -48,7 +48,7 @@ class Block:
     @property
     def file(self) -> str | None:
         """The file that a reader is told to write it to."""
-        match = FILE_NAME.match(self.code.partition("\n")[0])
+        match = FILE_NAME.match(self.code)
         return match.group(1) if match and self.language in ("python", "yaml") else None
 
     @property
@@ -129,8 +129,7 @@ def environment(place: Path, bin_folder: Path) -> dict[str, str]:
         wrapper.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
         wrapper.chmod(0o755)
     path = os.pathsep.join([str(bin_folder), str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    # $PS4 is what bash puts before each command that it shows.
-    return {**os.environ, "PATH": path, "PYTHONPATH": str(place / "src"), "COLUMNS": "120", "PS4": "$ "}
+    return {**os.environ, "PATH": path, "PYTHONPATH": str(place / "src"), "COLUMNS": "120"}
 
 
 def run(command: list[str], place: Path, env: dict[str, str], timeout_s: float) -> tuple[int, str]:
@@ -200,9 +199,9 @@ def test_every_block_runs(page: Path, tmp_path: Path) -> None:
             script = tmp_path / f"line-{block.line}"
             script.write_text(block.code)
             code, output = run([*shell, str(script)], place, env, BLOCK_TIMEOUT_S)
-            print(f"--- {block}\n{output}")  # pytest shows it with a failure
             if code != 0:
                 pytest.fail(evidence(block, code, output, place), pytrace=False)
+            print(f"--- {block}\n{output}")  # shown when a later block fails
 
 
 @pytest.fixture(scope="module")
@@ -222,6 +221,15 @@ def test_commands_that_cannot_run_here_compose(arguments: list[str], written: tu
     show = [] if "--cfg" in arguments else ["--cfg", "job"]
     code, output = run([sys.executable, "train.py", *arguments, *show], place, env, 60)
     assert code == 0, f"python train.py {shlex.join(arguments)} does not compose:\n{output}"
+
+
+def test_documented_files_pass_lint(written: tuple[Path, dict[str, str]]) -> None:
+    """What a reader copies must not break `make lint`."""
+    place, env = written
+    files = [block.file for block in ALL if block.file is not None and block.language == "python"]
+    for command in (["check"], ["format", "--diff"]):
+        code, output = run([sys.executable, "-m", "ruff", *command, *files], place, env, 60)
+        assert code == 0, output
 
 
 # --- the pages themselves ----------------------------------------------------------------------------------------
@@ -270,7 +278,8 @@ def test_links_lead_somewhere() -> None:
 
 def test_configuration_page_is_up_to_date() -> None:
     made = runpy.run_path(str(ROOT / "docs" / "generate.py"))["configuration_page"]()
-    assert (ROOT / "docs" / "configuration.md").read_text() == made, "docs/configuration.md is stale: run `make docs`"
+    if (ROOT / "docs" / "configuration.md").read_text() != made:
+        pytest.fail("docs/configuration.md is stale: run `make docs`", pytrace=False)
 
 
 def test_every_setting_is_explained() -> None:

@@ -89,7 +89,7 @@ class Launch:
     def go(self) -> int:
         config = self.config
         # Inside a Ray that is up already (a job of Hydra's ray launcher) its nodes count, not this machine.
-        local = config.cluster.kind == "local" and not is_running()
+        local = config.scaling.num_workers == 0 or (config.cluster.kind == "local" and not is_running())
         needs = plan.resolve(config, [plan.local_node(config.cluster)]) if local else None
         recipe = build("recipe", {"_target_": config.recipe._target_}, config.allowed_targets)
         rows = recipe.check(config, look_at_data=local)
