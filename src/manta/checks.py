@@ -120,7 +120,7 @@ def numbers(config: Config) -> Iterator[str]:
     for key, bounds in NUMBERS.items():
         given = value_of(config, key)
         for value in given if isinstance(given, list) else [given]:
-            if isinstance(value, bool) or not isinstance(value, int | float):
+            if not _is_number(value):
                 if value is not None and key != "scaling.num_workers":
                     yield f"{key}={_typed(given)} is not a number. {_bounds(key)}"
             elif math.isfinite(value) and not _within(value, bounds):
@@ -221,19 +221,23 @@ def workers(config: Config) -> Iterator[str]:
             "scaling.strategy=fsdp2 shards over workers, but scaling.num_workers=0 runs in this process. "
             "Set scaling.num_workers=1 or more, or scaling.strategy=ddp."
         )
-    resources = scaling.resources_per_worker or {}
-    for name, amount in resources.items():
-        key = f"scaling.resources_per_worker.{name}"
-        its_name = name.upper().rstrip("S")
-        if name != its_name and its_name in ("CPU", "GPU"):
-            yield f"{key}={amount:g}: Ray calls it {its_name}. Write 'scaling.resources_per_worker={{{its_name}: {amount:g}}}'."
-        if amount < 0:
-            yield f"{key}={amount:g} must be >= 0."
-    if scaling.use_gpu is not None and "GPU" in resources and scaling.use_gpu != (resources["GPU"] > 0):
-        yield (
-            f"scaling.use_gpu={_typed(scaling.use_gpu)} contradicts "
-            f"scaling.resources_per_worker.GPU={resources['GPU']:g}. Leave one of them null."
-        )
+
+
+def resources(config: Config) -> Iterator[str]:
+    """What each worker gets is written in Ray's words."""
+    use_gpu, given = config.scaling.use_gpu, config.scaling.resources_per_worker
+    key = "scaling.resources_per_worker"
+    if given is None:
+        return
+    if not isinstance(given, dict) or not all(_is_number(amount) and amount >= 0 for amount in given.values()):
+        yield f"{key}={_typed(given)} must be null or amounts >= 0 by name, e.g. '{key}={{CPU: 4, GPU: 1}}'."
+        return
+    for name, amount in given.items():
+        in_ray = str(name).upper().rstrip("S")
+        if name != in_ray and in_ray in ("CPU", "GPU"):
+            yield f"{key}.{name}={amount} is {in_ray} in Ray's words: '{key}={{{in_ray}: {amount}}}'."
+    if use_gpu is not None and "GPU" in given and use_gpu != (given["GPU"] > 0):
+        yield f"scaling.use_gpu={_typed(use_gpu)} contradicts {key}.GPU={given['GPU']}. Leave one of them null."
 
 
 def half_precision(config: Config) -> Iterator[str]:
@@ -261,7 +265,7 @@ def cluster(config: Config) -> Iterator[str]:
     for key in ("num_cpus", "num_gpus"):
         value = getattr(config.cluster, key)
         if kind == "existing" and value is not None:
-            yield f"cluster.{key}={value} is only for cluster.kind=local, an existing cluster has what it has: leave it null."
+            yield f"cluster.{key}={value} is only for cluster.kind=local: leave it null, the cluster has what it has."
 
 
 def folders(config: Config) -> Iterator[str]:
@@ -300,6 +304,11 @@ def _target(key: str, target: Any, allowed: list[str]) -> Iterator[str]:
         return
     if not all(part.isidentifier() and not part.startswith("__") for part in parts):
         yield f"{key}._target_={target} must be the dotted name of a class or function."
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value counts as a number in YAML."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _within(value: float, bounds: str) -> bool:
@@ -345,5 +354,6 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
-    finite, numbers, choices, names, plug_ins, objective, length, batches, workers, half_precision, cluster, folders
-)  # fmt: skip
+    *(finite, numbers, choices, names, plug_ins, objective, length),
+    *(batches, workers, resources, half_precision, cluster, folders),
+)

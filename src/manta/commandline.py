@@ -145,7 +145,9 @@ def _unknown(culprit: Override, arguments: Sequence[str], known: Known) -> str:
     found = suggest(key, [*known.keys, *known.groups])
     message = f"{line}: there is no setting {key}"
     group = key.partition(".")[0]
-    if found is None:
+    if (whole := key.rpartition(".")[0]) in known.keys and not any(k.startswith(f"{whole}.") for k in known.keys):
+        message += f". Set {whole} as a whole: {whole}=..."
+    elif found is None:
         siblings = [name.partition(".")[2] for name in known.keys if name.rpartition(".")[0] == group]
         message += f". {group} has {', '.join(siblings)}." if siblings else f". {_where_listed(key)}"
     elif found in known.groups and value not in known.groups[found]:
@@ -182,7 +184,8 @@ def _no_such_file(
     message += f" Did you mean {group}={hint}?"
     if culprit is None or culprit.input_line is None:
         return message
-    return message + _try(arguments, culprit.input_line, culprit.input_line.replace(option, hint))
+    name, _, value = culprit.input_line.partition("=")
+    return message + _try(arguments, culprit.input_line, f"{name}={value.replace(option, hint)}")
 
 
 def _several_values(line: str) -> str:

@@ -174,7 +174,7 @@ class Scaling:
     """With a number here the run is elastic between `num_workers` and this (Ray's `num_workers=(min, max)`)."""
     use_gpu: bool | None = None
     """One GPU per worker; null = if there are any."""
-    resources_per_worker: dict[str, float] | None = None
+    resources_per_worker: Any = None  # dict[str, float] | None: OmegaConf would merge no dict into a typed null
     """E.g. {CPU: 4, GPU: 1}; null = the machine's CPUs shared out, one GPU each."""
     placement_strategy: str = "PACK"
     """Ray's: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD."""
