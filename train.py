@@ -10,9 +10,9 @@ from pathlib import Path
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from manta.errors import FINISHED, INTERRUPTED, MantaError, Stop, exit_code
+from manta.errors import FINISHED, INTERRUPTED, JobError, MantaError, exit_code
 
 HERE = Path(__file__).resolve().parent
 CODES: list[int] = []  # one a job
@@ -40,12 +40,13 @@ def run(cfg: DictConfig, overrides: list[str]) -> int:
 def job(cfg: DictConfig) -> None:
     """One run, or one of a multirun: there every job gets its turn, and the first failure becomes the exit code."""
     settings = HydraConfig.get()
-    code = exit_code(lambda: run(cfg, list(settings.overrides.task)), TRACEBACKS or cfg.traceback)
+    overrides = list(OmegaConf.to_container(settings.overrides.task, resolve=False))  # type: ignore[arg-type]
+    code = exit_code(lambda: run(cfg, overrides), TRACEBACKS or cfg.traceback)
     CODES.append(code)
     if code == INTERRUPTED:
         raise KeyboardInterrupt
     if code != FINISHED and settings.mode == RunMode.MULTIRUN:
-        raise Stop(code)
+        raise JobError(code)
 
 
 def main() -> int:
@@ -60,8 +61,8 @@ def main() -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
     try:
         job()
-    except Stop as stop:
-        return stop.code
+    except JobError as failed:
+        return failed.code
     except MantaError:
         raise
     except Exception as error:

@@ -24,7 +24,9 @@ def outcome(run: RunDir) -> tuple[list[float], list[dict[str, float]], dict[str,
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], list[dict[str, float]], dict[str, torch.Tensor]]:
+def reference(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[list[float], list[dict[str, float]], dict[str, torch.Tensor]]:
     lab = Lab(tmp_path_factory.mktemp("reference"))
     return outcome(lab.run("scaling=in_process", *SETTINGS))
 

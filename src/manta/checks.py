@@ -1,4 +1,357 @@
-"""Early checks."""
+"""Every check of a configuration's values that needs no heavy import, as a flat list of rules.
+
+A rule yields one message for each problem: the setting, its value, what is allowed and the way out.
+What depends on the machine or the cluster is checked in plan.py, arguments of plug-ins in targets.py.
+"""
+
+import glob
+import json
+import math
+import operator
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from manta.config import CLUSTER_KINDS, PRECISIONS, SCHEMA_VERSION, STRATEGIES, Config
+from manta.errors import MantaError, nearest
+from manta.schema import help_text
+from manta.targets import check_allowed
+
+# Bounds of every number; null and settings that a plug-in does not have pass, lists are checked number by number.
+NUMBERS = {
+    "schema_version": f">= 1, <= {SCHEMA_VERSION}",
+    "seed": f">= 0, <= {2**32 - 1}",
+    "data.input_shape": f">= 1, <= {2**20}",
+    "data.num_classes": f">= 1, <= {10**7}",
+    "data.batch_size": f">= 1, <= {10**8}",
+    "data.micro_batch_size": ">= 1",
+    "data.eval_batch_size": f">= 1, <= {10**8}",
+    "data.num_workers": ">= 0, <= 1024",
+    "data.prefetch_factor": ">= 1, <= 1024",
+    "data.val_fraction": "> 0, < 1",
+    "data.split_seed": f">= 0, <= {2**32 - 1}",
+    "model.dropout": ">= 0, < 1",
+    "optimizer.lr": "> 0",
+    "optimizer.weight_decay": ">= 0",
+    "optimizer.momentum": ">= 0, < 1",
+    "optimizer.betas": ">= 0, < 1",
+    "optimizer.eps": "> 0",
+    "scheduler.warmup": ">= 0",
+    "scheduler.total": "> 0",
+    "scheduler.min_ratio": ">= 0, <= 1",
+    "training.epochs": ">= 1",
+    "training.max_steps": ">= 1",
+    "training.grad_clip_norm": "> 0",
+    "training.label_smoothing": ">= 0, < 1",
+    "training.ema.decay": "> 0, < 1",
+    "training.early_stopping.patience": ">= 1",
+    "training.early_stopping.min_delta": ">= 0",
+    "training.checkpoint.every_n_steps": ">= 1",
+    "training.checkpoint.every_s": "> 0",
+    "training.checkpoint.every_n_epochs": ">= 0",
+    "training.checkpoint.keep": ">= 1",
+    "training.log_every_n_steps": ">= 1",
+    "training.val_every_n_epochs": ">= 1",
+    "training.limit_train_batches": ">= 1",
+    "training.limit_eval_batches": ">= 1",
+    "training.overfit_batches": ">= 1",
+    "scaling.num_workers": ">= 0, <= 100000",
+    "scaling.max_workers": ">= 1, <= 100000",
+    "scaling.max_failures": ">= 0",
+    "scaling.timeout_s": f">= 1, <= {30 * 24 * 3600}",
+    "cluster.num_cpus": ">= 1, <= 100000",
+    "cluster.num_gpus": ">= 0, <= 10000",
+    "cluster.object_store_memory": f">= {75 * 2**20}",  # Ray's own minimum
+    "cluster.wait_s": ">= 0",
+}
+CHOICES = {
+    "objective.mode": ("max", "min"),
+    "scheduler.unit": ("step", "epoch", "validation"),
+    "training.precision": PRECISIONS,
+    "scaling.strategy": STRATEGIES,
+    "scaling.placement_strategy": ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"),
+    "cluster.kind": CLUSTER_KINDS,
+}
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,79}")
+LOWER_IS_BETTER = ("loss", "error", "perplexity", "mae", "mse", "rmse")
+HIGHER_IS_BETTER = ("accuracy", "acc", "f1", "auc", "auroc", "precision", "recall")
+# Inside allowed packages, yet they run or load whatever they are given.
+DANGEROUS = (
+    "torch.load", "torch.hub", "torch.jit.load", "torch.serialization", "torch.package", "torch.export.load",
+    "torch.utils.cpp_extension", "torch.ops.load_library", "torch.classes.load_library",
+)  # fmt: skip
+FOREIGN = {"builtins", "ctypes", "importlib", "os", "pickle", "runpy", "shutil", "socket", "subprocess", "sys"}
+COMPARE = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
 
 
-def check(config): ...
+def check(config: Config) -> None:
+    """Refuse a configuration that cannot work, naming every problem at once.
+
+    Raises:
+        MantaError: with all messages of all rules.
+    """
+    problems = [problem for rule in RULES for problem in rule(config)]
+    if len(problems) == 1:
+        raise MantaError(problems[0])
+    if problems:
+        raise MantaError(f"{len(problems)} problems:\n" + "\n".join(f"- {problem}" for problem in problems))
+
+
+def value_of(config: Config, key: str) -> Any:
+    """The value at a dotted key; None where a plug-in has no such argument."""
+    value: Any = config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else getattr(value, part)
+    return value
+
+
+def finite(config: Config) -> Iterator[str]:
+    """NaN and infinity are in no setting's range."""
+    for key, value in _leaves("", asdict(config)):
+        if isinstance(value, float) and not math.isfinite(value):
+            yield f"{key}={value} is not a finite number. {_bounds(key)}"
+
+
+def numbers(config: Config) -> Iterator[str]:
+    """Every number is within its bounds, and a number at all where a plug-in leaves its type open."""
+    for key, bounds in NUMBERS.items():
+        given = value_of(config, key)
+        for value in given if isinstance(given, list) else [given]:
+            if not _is_number(value):
+                if value is not None and key != "scaling.num_workers":
+                    yield f"{key}={_typed(given)} is not a number. {_bounds(key)}"
+            elif math.isfinite(value) and not _within(value, bounds):
+                yield f"{key}={_typed(given)} is out of range. {_bounds(key)}"
+
+
+def choices(config: Config) -> Iterator[str]:
+    """Every word is one of those there are."""
+    for key, allowed in CHOICES.items():
+        value = value_of(config, key)
+        if value is not None and value not in allowed:
+            hint = nearest(str(value).lower(), map(str.lower, allowed))
+            close = next((word for word in allowed if word.lower() == hint), None)
+            yield f"{key}={value} must be one of {', '.join(allowed)}.{_meant(key, close)}"
+
+
+def names(config: Config) -> Iterator[str]:
+    """Names become parts of paths and of trackers' addresses."""
+    tags = {f"tags[{index}]": tag for index, tag in enumerate(config.tags)}
+    for key, name in {"name": config.name, "data.name": config.data.name, **tags}.items():
+        if name is not None and not NAME.fullmatch(name):
+            safe = re.sub(r"[^A-Za-z0-9._+=-]+", "-", name).strip("-.")[:80] or "my-run"
+            yield (
+                f"{key}={name!r} may have up to 80 letters, digits and . _ + = - and starts with a letter or digit. "
+                f"{safe} would do."
+            )
+
+
+def plug_ins(config: Config) -> Iterator[str]:
+    """Every `_target_`, nested ones included, comes from an allowed package and does not run arbitrary code."""
+    for package in config.allowed_targets:
+        if not package.isidentifier():
+            yield f"allowed_targets has {package!r}: it must be the name of a package, without dots, e.g. mylab."
+    specs = {"model": config.model, "optimizer": config.optimizer, "data.dataset": config.data.dataset}
+    specs["recipe"] = {"_target_": config.recipe._target_}
+    if config.scheduler:
+        specs["scheduler"] = config.scheduler
+    for split, transforms in asdict(config.data.transforms).items():
+        specs |= {f"data.transforms.{split}[{index}]": spec for index, spec in enumerate(transforms)}
+    for key, spec in specs.items():
+        for where, target in {f"{key}._target_": None, **dict(_leaves(key, spec))}.items():
+            if where.endswith("._target_"):
+                yield from _target(where.removesuffix("._target_"), target, config.allowed_targets)
+
+
+def objective(config: Config) -> Iterator[str]:
+    """The metric exists and is optimized in its sensible direction."""
+    metric, mode, known = config.objective.metric, config.objective.mode, config.recipe.metrics
+    if metric not in known:
+        yield (
+            f"objective.metric={metric} is not reported by {config.recipe._target_}, which reports "
+            f"{', '.join(known) or 'nothing (recipe.metrics)'}.{_meant('objective.metric', nearest(metric, known))}"
+        )
+    wrong = {"max": LOWER_IS_BETTER, "min": HIGHER_IS_BETTER}.get(mode, ())
+    if metric.rpartition("/")[2] in wrong:
+        right = {"max": "min", "min": "max"}[mode]
+        yield f"objective.mode={mode} would look for the worst {metric}. Set objective.mode={right}."
+
+
+def length(config: Config) -> Iterator[str]:
+    """Training ends."""
+    if config.training.epochs is None and config.training.max_steps is None:
+        yield "training.epochs=null and training.max_steps=null: training would never end. Set training.epochs=10, say."
+
+
+def batches(config: Config) -> Iterator[str]:
+    """A global batch can be shared out."""
+    data, scaling = config.data, config.scaling
+    for key in ("num_workers", "max_workers"):
+        most = _count(getattr(scaling, key))
+        if 0 < data.batch_size < most:
+            yield (
+                f"data.batch_size={data.batch_size} is the global batch, too small for scaling.{key}={most}: "
+                f"each worker needs a sample. Set data.batch_size={most} or scaling.{key}={data.batch_size}."
+            )
+    if data.micro_batch_size is not None and data.micro_batch_size > data.batch_size > 0:
+        yield (
+            f"data.micro_batch_size={data.micro_batch_size} is a part of data.batch_size={data.batch_size} and cannot "
+            "be larger. Set data.micro_batch_size=null for no splitting."
+        )
+    size = math.prod(data.input_shape)
+    if not data.input_shape or len(data.input_shape) > 5 or size > 2**31:
+        yield f"data.input_shape={_typed(data.input_shape)} must be the 1 to 5 sizes of one sample, e.g. [3,32,32]."
+
+
+def workers(config: Config) -> Iterator[str]:
+    """The request for workers makes sense in itself."""
+    scaling = config.scaling
+    number, most = scaling.num_workers, scaling.max_workers
+    if not isinstance(number, int) and number != "auto":
+        yield f"scaling.num_workers={_typed(number)} must be auto or a whole number, 0 = in this process without Ray."
+    elif most is not None and (number == "auto" or number == 0):
+        yield f"scaling.max_workers={most} makes the run elastic: set scaling.num_workers={number} to 1 or more."
+    elif most is not None and most < _count(number):
+        yield f"scaling.max_workers={most} is less than scaling.num_workers={number}. Set scaling.max_workers={number}."
+    if scaling.strategy == "fsdp2" and number == 0:
+        yield (
+            "scaling.strategy=fsdp2 shards over workers, but scaling.num_workers=0 runs in this process. "
+            "Set scaling.num_workers=1 or more, or scaling.strategy=ddp."
+        )
+
+
+def resources(config: Config) -> Iterator[str]:
+    """What each worker gets is written in Ray's words."""
+    use_gpu, key = config.scaling.use_gpu, "scaling.resources_per_worker"
+    given = {name: amount for name, amount in config.scaling.resources_per_worker.items() if amount is not None}
+    if not all(amount >= 0 for amount in given.values()):
+        yield f"{key}={_typed(given)} must be amounts >= 0 by name, e.g. '{key}={{CPU: 4, GPU: 1}}'."
+        return
+    for name, amount in given.items():
+        in_ray = str(name).upper().rstrip("S")
+        if name != in_ray and in_ray in ("CPU", "GPU"):
+            yield f"{key}.{name}={amount} is {in_ray} in Ray's words: '{key}={{{in_ray}: {amount}}}'."
+    if use_gpu is not None and "GPU" in given and use_gpu != (given["GPU"] > 0):
+        yield f"scaling.use_gpu={_typed(use_gpu)} contradicts {key}.GPU={given['GPU']}. Leave one of them null."
+
+
+def half_precision(config: Config) -> Iterator[str]:
+    """fp16 needs a GPU."""
+    here = config.scaling.num_workers == 0 or config.cluster.kind == "local"
+    if config.training.precision == "fp16" and (config.scaling.use_gpu is False or (here and not has_gpu())):
+        reason = "scaling.use_gpu=false" if config.scaling.use_gpu is False else "this machine has none"
+        yield f"training.precision=fp16 needs a GPU, and {reason}. Set training.precision=bf16, which CPUs have too."
+
+
+def cluster(config: Config) -> Iterator[str]:
+    """The address fits the kind of cluster."""
+    kind, address = config.cluster.kind, config.cluster.address
+    if address is not None and address.startswith("ray://"):
+        yield (
+            f"cluster.address={address} is Ray Client, which Ray Train does not support. Run on the cluster with the "
+            "Jobs API: ray job submit -- python train.py cluster=existing"
+        )
+    elif address is not None and kind == "local":
+        yield f"cluster.address={address} is not used by cluster.kind=local. Add cluster=existing, or drop the address."
+    elif kind == "existing" and address is None:
+        yield "cluster.address=null: cluster.kind=existing needs auto (this host's Ray) or host:port."
+    elif address not in (None, "auto") and not re.fullmatch(r"[\w.-]+:\d{1,5}|\[[\da-fA-F:]+\]:\d{1,5}", str(address)):
+        yield f"cluster.address={address} must be auto (this host's Ray) or host:port, e.g. 10.0.0.1:6379."
+    for key in ("num_cpus", "num_gpus"):
+        value = getattr(config.cluster, key)
+        if kind == "existing" and value is not None:
+            yield f"cluster.{key}={value} is only for cluster.kind=local: leave it null, the cluster has what it has."
+
+
+def folders(config: Config) -> Iterator[str]:
+    """Results can be written and data read; creates nothing."""
+    for key in ("storage.path", "data.root"):
+        if not value_of(config, key).strip():
+            yield f"{key}='' must be a folder."
+    if "://" not in config.storage.path:
+        path = Path(config.storage.path)
+        there = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
+        if not there.is_dir():
+            yield f"storage.path={path} cannot be created: {there} is not a folder. Set storage.path to another place."
+        elif not os.access(there, os.W_OK | os.X_OK):
+            yield f"storage.path={path} cannot be written: no permission in {there}. Set storage.path to another place."
+    root = Path(config.data.root)
+    if "://" not in config.data.root and root.exists() and not (root.is_dir() and os.access(root, os.R_OK | os.X_OK)):
+        yield f"data.root={root} is not a readable folder. Set data.root to another place or mend its permissions."
+
+
+def has_gpu() -> bool:
+    """Whether the machine shows a GPU to this process; asks the file system, not torch."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return not hidden and any(glob.glob(device) for device in ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg"))
+
+
+def _target(key: str, target: Any, allowed: list[str]) -> Iterator[str]:
+    """One `_target_`."""
+    parts = str(target).split(".")
+    if any(f"{target}.".startswith(f"{name}.") for name in DANGEROUS) or FOREIGN & set(parts):
+        yield f"{key}._target_={target} can run anything. Call it in a function of your own and name that one."
+        return
+    try:
+        check_allowed(key, {"_target_": target}, allowed)
+    except MantaError as error:
+        yield str(error)
+        return
+    if not all(part.isidentifier() and not part.startswith("__") for part in parts):
+        yield f"{key}._target_={target} must be the dotted name of a class or function."
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value counts as a number in YAML."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _within(value: float, bounds: str) -> bool:
+    """Whether a number satisfies bounds such as ">= 0, < 1"."""
+    return all(COMPARE[sign](value, float(bound)) for sign, bound in map(str.split, bounds.split(",")))
+
+
+def _bounds(key: str) -> str:
+    """What is allowed for a number, and what it means."""
+    bounds = NUMBERS.get(key)
+    text = help_text(Config, key)
+    allowed = f"It must be {bounds.replace(',', ' and')}" if bounds else "It must be finite"
+    return allowed + (f" ({text.rstrip('.')})." if text else ".")
+
+
+def _typed(value: Any) -> str:
+    """A value as it is typed on the command line."""
+    if isinstance(value, list):
+        return f"[{','.join(map(_typed, value))}]"
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+
+
+def _meant(key: str, value: str | None) -> str:
+    """The nearest valid value as a question, if one is near."""
+    return f" Did you mean {key}={value}?" if value else ""
+
+
+def _count(number: int | str | None) -> int:
+    """A number of workers; 0 for auto and null."""
+    return number if isinstance(number, int) else 0
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Every plain value in nested dictionaries and lists with its key."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _leaves(f"{key}.{name}" if key else str(name), inner)
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _leaves(f"{key}[{index}]", inner)
+    else:
+        yield key, value
+
+
+RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
+    *(finite, numbers, choices, names, plug_ins, objective, length),
+    *(batches, workers, resources, half_precision, cluster, folders),
+)

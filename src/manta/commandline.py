@@ -9,11 +9,13 @@ from pathlib import Path
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError
 
-from manta.config import expected, paths_of
+from manta.config import Config
 from manta.errors import MantaError, nearest, suggest
+from manta.schema import expected, paths_of
 
 LIST_SETTINGS = "`python train.py --cfg job` lists all settings, `--help` the groups."
 
@@ -35,6 +37,8 @@ def check_arguments(arguments: Sequence[str]) -> list[str]:
     from hydra._internal.utils import get_args_parser
 
     options, unknown = get_args_parser().parse_known_args(arguments)
+    if options.shell_completion:
+        return []
     for argument in unknown:
         if not argument.startswith("-"):
             raise MantaError(f"{argument}: put options such as -m before all settings, or after them.")
@@ -76,34 +80,42 @@ def _unreadable(override: str) -> str:
 
 def explain(error: Exception, arguments: Sequence[str], conf: Path) -> MantaError:
     """One message for an exception of Hydra's while it composed the configuration."""
-    overrides = parse(check_arguments(arguments))
-    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
-    text = "\n".join(line for line in str(error).splitlines() if line) or str(cause)
-    culprit = next((o for o in overrides if _mentions(text, o)), None)
     if isinstance(error, MarkedYAMLError) and error.problem_mark:
         mark = error.problem_mark
         return MantaError(f"{mark.name}, line {mark.line + 1} is not valid YAML: {error.problem}.")
+    overrides = parse(check_arguments(arguments))
     known = _known(conf, overrides)
+    cause = error.__cause__ if isinstance(error, HydraException) else error
+    text = str(error) or str(cause)
+    culprit = next((o for o in overrides if _mentions(text, o)), None)
+    if culprit is None and not isinstance(error, HydraException):
+        culprit = next((o for o in overrides if _is_unknown(o, known)), None)
     if isinstance(error, MissingConfigException):
         return MantaError(_no_such_file(error, culprit, arguments, known))
-    if (culprit and "requires --multirun" in text) or "Ambiguous value" in text:
-        return MantaError(_several_values(text, culprit))
-    if culprit and culprit.key_or_group not in known.keys and culprit.package is None:
+    if culprit is None:
+        return MantaError(_in_a_file(text, known))
+    line = culprit.input_line or ""
+    if "requires --multirun" in text or "Ambiguous value" in text:
+        return MantaError(_several_values(line))
+    if _is_unknown(culprit, known):
         return MantaError(_unknown(culprit, arguments, known))
-    if culprit and "An item is already at" in text:
-        line = culprit.input_line or ""
-        fixed = line.lstrip("+")
-        return MantaError(f"{line}: {culprit.key_or_group} exists, so leave out the +.{_try(arguments, line, fixed)}")
-    if culprit and isinstance(cause, OmegaConfBaseException):
+    if "An item is already at" in text:
+        return MantaError(f"{line}: it exists, so leave out the +.{_try(arguments, line, line.lstrip('+'))}")
+    if isinstance(cause, OmegaConfBaseException):
         return MantaError(_wrong_value(culprit, cause))
-    return MantaError(_in_a_file(text, culprit, known))
+    return MantaError(f"{line}: {_in_one_line(text)}")
+
+
+def _is_unknown(override: Override, known: Known) -> bool:
+    """Whether an override sets something that does not exist."""
+    key = override.key_or_group
+    return override.package is None and key not in known.keys and key not in known.groups
 
 
 def _mentions(text: str, override: Override) -> bool:
     """Whether an error is about this override."""
-    return (
-        f"'{override.key_or_group}'" in text or f"'{override.key_or_group}/" in text or f"{override.input_line}" in text
-    )
+    signs = (f"'{override.key_or_group}'", f"'{override.key_or_group}/", str(override.input_line))
+    return any(sign in text for sign in signs)
 
 
 def _known(conf: Path, overrides: Sequence[Override]) -> Known:
@@ -115,12 +127,10 @@ def _known(conf: Path, overrides: Sequence[Override]) -> Known:
         loader = GlobalHydra.instance().config_loader()
         groups = {name: loader.get_group_options(name) for name in loader.list_groups("") if name != "hydra"}
         choices = [f"{o.key_or_group}={o.value()}" for o in overrides if o.value() in groups.get(o.key_or_group, ())]
-        for attempt in (choices, []):
-            try:
-                return Known(paths_of(compose("config", attempt)), groups)
-            except (HydraException, OmegaConfBaseException):
-                continue
-    return Known([], groups)
+        try:
+            return Known(paths_of(compose("config", choices)), groups)
+        except (HydraException, OmegaConfBaseException):  # a broken file of conf/ is what the error is about
+            return Known(paths_of(OmegaConf.structured(Config)), groups)
 
 
 def _try(arguments: Sequence[str], wrong: str, right: str) -> str:
@@ -133,20 +143,27 @@ def _unknown(culprit: Override, arguments: Sequence[str], known: Known) -> str:
     key, line = culprit.key_or_group, culprit.input_line or ""
     value = line.partition("=")[2]
     found = suggest(key, [*known.keys, *known.groups])
-    message = f"{key} (in {line}) is not a setting"
-    plug_in = key.partition(".")[0]
-    if plug_in in ("model", "optimizer", "scheduler") and "." in key and plug_in in known.keys:
-        also = f"\nTo pass {plug_in} an argument that its file in conf/ does not list, add it: +{line.lstrip('+')}"
+    message = f"{line}: there is no setting {key}"
+    group = key.partition(".")[0]
+    if (whole := key.rpartition(".")[0]) in known.keys and not any(k.startswith(f"{whole}.") for k in known.keys):
+        message += f". Set {whole} as a whole: {whole}=..."
+    elif found is None:
+        siblings = [name.partition(".")[2] for name in known.keys if name.rpartition(".")[0] == group]
+        message += f". {group} has {', '.join(siblings)}." if siblings else f". {_where_listed(key)}"
+    elif found in known.groups and value not in known.groups[found]:
+        option = nearest(value, known.groups[found])
+        message += f": did you mean {found}={option or '...'}? Options of {found}: {', '.join(known.groups[found])}."
+        message += _try(arguments, line, f"{found}={option}") if option else ""
     else:
-        also = ""
-    if found is None:
-        return f"{message}. {LIST_SETTINGS}{also}"
-    if found in known.groups and value not in known.groups[found]:
-        options = known.groups[found]
-        option = nearest(value, options)
-        message += f": did you mean {found}={option or '...'}? Options: {', '.join(options)}."
-        return message + (_try(arguments, line, f"{found}={option}") if option else "")
-    return f"{message}: did you mean {found}={value}?{_try(arguments, line, f'{found}={value}')}{also}"
+        message += f": did you mean {found}={value}?{_try(arguments, line, f'{found}={value}')}"
+    if group in ("model", "optimizer", "scheduler") and group in known.keys and not culprit.is_add():
+        message += f"\nAn argument that conf/{group}/ does not list is passed with a plus: +{line}"
+    return message
+
+
+def _where_listed(key: str) -> str:
+    """Where to look when nothing is near."""
+    return "`python train.py --cfg hydra` lists Hydra's settings." if key.startswith("hydra.") else LIST_SETTINGS
 
 
 def _no_such_file(
@@ -167,38 +184,43 @@ def _no_such_file(
     message += f" Did you mean {group}={hint}?"
     if culprit is None or culprit.input_line is None:
         return message
-    return message + _try(arguments, culprit.input_line, culprit.input_line.replace(option, hint))
+    name, _, value = culprit.input_line.partition("=")
+    return message + _try(arguments, culprit.input_line, f"{name}={value.replace(option, hint)}")
 
 
-def _several_values(text: str, culprit: Override | None) -> str:
+def _several_values(line: str) -> str:
     """A sweep without --multirun."""
-    line = (culprit and culprit.input_line) or text
     key, _, value = line.partition("=")
-    return f"{line} has several values. Add -m to run one job for each, or write a list as '{key}=[{value}]'."
+    as_list = "" if "(" in value else f", or write a list as '{key}=[{value}]'"
+    return f"{line} has several values. Add -m to run one job for each{as_list}."
 
 
 def _wrong_value(culprit: Override, cause: OmegaConfBaseException) -> str:
-    """A value of the wrong type."""
+    """A value of the wrong type, or a setting that cannot be removed."""
     key = str(cause.full_key or culprit.key_or_group)
-    wanted = expected(key)
+    wanted = expected(Config, key)
     if culprit.is_delete():
-        return f"{culprit.input_line}: {key} always exists; give it a value instead, e.g. {key}=null where null is allowed."
+        return f"{culprit.input_line}: {key} cannot be removed. Give it another value: {key}=..."
     if wanted is None:
-        return f"{culprit.input_line}: {str(cause).splitlines()[0]}."
+        return f"{culprit.input_line}: {_in_one_line(str(cause))}"
     return f"{culprit.input_line} has the wrong type: {key} must be {wanted}."
 
 
-def _in_a_file(text: str, culprit: Override | None, known: Known) -> str:
+def _in_a_file(text: str, known: Known) -> str:
     """A mistake inside a file of conf/, or one that Hydra explains best."""
     where = re.match(r"In '(.+?)'", text)
     key = re.search(r"full_key: (\S+)", text)
-    if where and key and "not in" in text:
-        found = suggest(key[1], known.keys)
-        hint = f" Did you mean {found}?" if found else f" {LIST_SETTINGS}"
-        return f"conf/{where[1]}.yaml: {key[1]} is not a setting.{hint}"
-    if where and key:
-        wanted = expected(key[1])
-        problem = text.splitlines()[1]
-        return f"conf/{where[1]}.yaml: {key[1]} must be {wanted or 'something else'}: {problem}."
-    start = f"{culprit.input_line}: " if culprit else ""
-    return start + " ".join(line for line in text.splitlines() if "To append" not in line and "https://" not in line)
+    if where is None or key is None:
+        return _in_one_line(text)
+    start = f"conf/{where[1]}.yaml: {key[1]}"
+    wanted = expected(Config, key[1])
+    if wanted:
+        return f"{start} must be {wanted}: {text.splitlines()[1]}."
+    found = suggest(key[1], known.keys)
+    return f"{start} is not a setting." + (f" Did you mean {found}?" if found else f" {LIST_SETTINGS}")
+
+
+def _in_one_line(text: str) -> str:
+    """Hydra's or OmegaConf's own words without their advice and internals."""
+    noise = ("To append", "See http", "full_key", "reference_type", "object_type")
+    return " ".join(line.strip() for line in text.splitlines() if not line.strip().startswith(noise))

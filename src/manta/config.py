@@ -6,27 +6,21 @@ anything heavy is imported. Inside the code there are only these plain objects, 
 
 import copy
 import re
-import types
-import typing
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import (
-    InterpolationKeyError,
-    InterpolationResolutionError,
-    MissingMandatoryValue,
-    OmegaConfBaseException,
-)
+from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from manta.errors import MantaError, suggest
+from manta.schema import expected, paths_of, unknown_keys
 
 SCHEMA_VERSION = 1
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
 STRATEGIES = ("ddp", "fsdp2")
+CLUSTER_KINDS = ("local", "existing")
 
 
 @dataclass
@@ -80,6 +74,7 @@ class Data:
     split_seed: int = 0
     """Seed of that split; kept apart from `seed` so that runs with different seeds share their splits."""
     transforms: Transforms = field(default_factory=Transforms)
+    """Batch transforms of each split."""
 
 
 @dataclass
@@ -97,7 +92,7 @@ class Ema:
     """Exponential moving average of the weights; validation, test and `best` use it when it is on."""
 
     enabled: bool = False
-    """Keep an average beside the weights being trained."""
+    """Keep the average."""
     decay: float = 0.999
     """Per optimizer step."""
 
@@ -143,8 +138,11 @@ class Training:
     label_smoothing: float = 0.0
     """Label smoothing of the training loss."""
     ema: Ema = field(default_factory=Ema)
+    """Average of the weights over time."""
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
+    """When to stop before the end."""
     checkpoint: Checkpointing = field(default_factory=Checkpointing)
+    """When checkpoints are written and which are kept."""
     compile: bool = False
     """torch.compile the model."""
     deterministic: bool = False
@@ -202,7 +200,7 @@ class Cluster:
     num_cpus: int | None = None
     """For local: CPUs Ray may hand out; null = the machine's."""
     num_gpus: int | None = None
-    """For local: GPUs Ray may hand out; null = the machine's. Declared without having any: a rehearsal on CPU."""
+    """For local: GPUs Ray may hand out; null = the machine's. May be declared without having any (a rehearsal)."""
     object_store_memory: int | None = 200_000_000
     """For local: bytes of shared memory for Ray's object store; null = Ray's default (30 % of memory)."""
     wait_s: float = 600.0
@@ -238,22 +236,29 @@ class Config:
     allowed_targets: list[str] = field(default_factory=lambda: ["manta", "torch", "torchvision"])
     """Packages that a `_target_` may come from."""
     objective: Objective = field(default_factory=Objective)
+    """What better means."""
     model: dict[str, Any] = field(default_factory=dict)
     """The plug-in: `_target_` of a torch.nn.Module (or function returning one) and its arguments."""
     data: Data = field(default_factory=Data)
+    """Samples, splits and batches."""
     optimizer: dict[str, Any] = field(default_factory=dict)
     """The plug-in: `_target_` called with the parameters first, and its arguments."""
     scheduler: dict[str, Any] = field(default_factory=dict)
     """The plug-in: `_target_` called with the optimizer first; `unit` (step, epoch, validation) says when it steps."""
     recipe: Recipe = field(default_factory=Recipe)
+    """The training function."""
     training: Training = field(default_factory=Training)
+    """The loop."""
     scaling: Scaling = field(default_factory=Scaling)
+    """Workers and their resources."""
     cluster: Cluster = field(default_factory=Cluster)
+    """Where Ray comes from."""
     search: dict[str, Any] = field(default_factory=dict)
-    """A search over settings; there is none yet."""
+    """Many runs instead of one; empty = one run."""
     tracking: dict[str, Any] = field(default_factory=dict)
-    """Trackers beside the run directory; there are none yet."""
+    """Trackers beside the run directory; empty = none."""
     storage: Storage = field(default_factory=Storage)
+    """Where results go."""
 
 
 def register() -> None:
@@ -269,7 +274,7 @@ def from_hydra(cfg: DictConfig) -> Config:
     Raises:
         MantaError: an unknown setting (`+key=` adds one without complaint), a missing value or a broken interpolation.
     """
-    for key, value in _unknown(cfg, Config):
+    for key, value in unknown_keys(cfg, Config):
         found = suggest(key, [name for name in paths_of(cfg) if name != key])
         raise MantaError(f"{key}={value} is not a setting." + (f" Did you mean {found} (without +)?" if found else ""))
     cfg = copy.deepcopy(cfg)
@@ -289,64 +294,18 @@ def absolute(path: str) -> str:
     return path if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", path) else str(Path.cwd() / Path(path).expanduser())
 
 
-def paths_of(cfg: DictConfig, prefix: str = "") -> list[str]:
-    """Every dotted key of a composed configuration, groups included."""
-    found = []
-    for key in cfg:
-        found.append(f"{prefix}{key}")
-        node = cfg._get_node(key)
-        if isinstance(node, DictConfig) and not (node._is_missing() or node._is_none() or node._is_interpolation()):
-            found += paths_of(node, f"{prefix}{key}.")
-    return found
-
-
-def expected(key: str) -> str | None:
-    """What may be assigned to a typed setting, in words; None if the schema does not say."""
-    hint: Any = Config
-    for part in key.split("."):
-        hint = typing.get_type_hints(hint).get(part) if is_dataclass(hint) else None
-    return None if hint in (None, Any) else _in_words(hint)
-
-
-def _in_words(hint: Any) -> str:
-    """A field's type for people."""
-    if isinstance(hint, types.UnionType):
-        return " or ".join(_in_words(member) for member in typing.get_args(hint))
-    if is_dataclass(hint):
-        return f"a group of settings ({', '.join(member.name for member in fields(hint))})"
-    if typing.get_origin(hint) is list:
-        return "a list, written [a,b]"
-    if typing.get_origin(hint) is dict:
-        return "a dictionary, written {a: 1}"
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", types.NoneType: "null"}
-    return words[hint]
-
-
-def _unknown(cfg: DictConfig, schema: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Keys of typed groups that the schema does not have."""
-    hints = typing.get_type_hints(schema)
-    for key in cfg:
-        node = cfg._get_node(key)
-        if key not in hints:
-            yield f"{prefix}{key}", node
-        elif is_dataclass(hints[key]) and isinstance(node, DictConfig) and not node._is_missing():
-            yield from _unknown(node, typing.cast(type, hints[key]), f"{prefix}{key}.")
-
-
 def _broken(error: OmegaConfBaseException, cfg: DictConfig) -> str:
-    """A value that cannot be resolved, in our words."""
-    key = error.full_key
+    """A value that is missing or cannot be resolved, in our words."""
+    key = str(error.full_key)
+    reason = str(error).splitlines()[0]
     if isinstance(error, MissingMandatoryValue):
-        return f"{key} has no value (???): it must be {expected(str(key)) or 'given'}. Set it: {key}=..."
-    written = OmegaConf.to_container(cfg, resolve=False)
-    for part in str(key).split("."):
-        written = written.get(part) if isinstance(written, dict) else written
-    start = f"{key}={written} cannot be resolved"
+        return f"{key}=??? has no value yet. It must be {expected(Config, key) or 'given'}: {key}=..."
+    start = f"{key} cannot be resolved"
     if isinstance(error, InterpolationKeyError):
-        wanted = str(error).split("'")[1]
+        wanted = reason.split("'")[1]
         found = suggest(wanted, paths_of(cfg))
-        return f"{start}: there is no {wanted}." + (f" Did you mean ${{{found}}}?" if found else "")
-    if isinstance(error, InterpolationResolutionError) and "Environment variable" in str(error):
-        variable = str(error).split("'")[1]
-        return f"{start}: the environment variable {variable} is not set. Export it or write it into .env."
-    return f"{start}: {str(error).splitlines()[0]}."
+        return f"{start}: ${{{wanted}}} does not exist." + (f" Did you mean ${{{found}}}?" if found else "")
+    if "Environment variable" in reason:
+        variable = reason.split("'")[1]
+        return f"{start}: the environment variable {variable} is not set. Export it, or write {variable}=... into .env."
+    return f"{start}: {reason}."

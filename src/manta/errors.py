@@ -64,7 +64,7 @@ class MantaError(Exception):
         self.code = code
 
 
-class Stop(Exception):
+class JobError(Exception):
     """A job ended with an exit code and has already said why; carries the code through Hydra's multirun."""
 
     def __init__(self, code: int):
@@ -97,8 +97,8 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 def suggest(key: str, known: Iterable[str]) -> str | None:
     """The known dotted setting that an unknown one most likely means, or None.
 
-    A synonym wins, then the closest name: compared whole (`trainin.epochs`) and by its last part, so that a
-    setting given without its group, or in the wrong one, is found too (`lr`, `training.batch_size`).
+    A synonym wins, then the closest last part, in the same group if there is one: so a setting given without
+    its group, or in the wrong one, is found too (`lr`, `training.batch_size`).
     """
     known = list(known)
     parent, _, last = key.rpartition(".")
@@ -107,9 +107,8 @@ def suggest(key: str, known: Iterable[str]) -> str | None:
 
     def closeness(path: str) -> float:
         its_parent, _, its_last = path.rpartition(".")
-        whole = difflib.SequenceMatcher(None, key, path).ratio()
-        end = difflib.SequenceMatcher(None, last, its_last).ratio()
-        return max(whole, end if its_parent == parent else 0.9 * end) - 0.001 * path.count(".")
+        group = difflib.SequenceMatcher(None, parent, its_parent).ratio()
+        return difflib.SequenceMatcher(None, last, its_last).ratio() * (0.9 + 0.1 * group)
 
     best = max(known, key=closeness, default=None)
     return best if best is not None and closeness(best) > 0.65 else None

@@ -130,7 +130,9 @@ class Launch:
         from manta import session
 
         with self.view.capture_prints():
-            return session.train(session.plain(run, needs.use_gpu, self.interrupts.asked, self.view.update), self.config)
+            return session.train(
+                session.plain(run, needs.use_gpu, self.interrupts.asked, self.view.update), self.config
+            )
 
     def _on_ray(self, run: RunDir, needs: Needs) -> str:
         self.interrupts.on_first = lambda: _ask_to_stop(run)

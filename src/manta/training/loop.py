@@ -165,9 +165,7 @@ class Loop:
     def _epoch(self, profiler: Any) -> bool:
         """Train to the end of the epoch (or of the training); False if asked to stop before."""
         steps, ahead = itertools.tee(self._steps())
-        batches = self.loader.batches(
-            (micro.indices for step in ahead for micro in step.micros), self.progress.epoch
-        )
+        batches = self.loader.batches((micro.indices for step in ahead for micro in step.micros), self.progress.epoch)
         self.watch.start()
         for step in steps:
             loss = self.learner.step(
