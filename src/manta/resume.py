@@ -1,5 +1,8 @@
 """resume=: a run continues with its own saved configuration; what else the command line sets is applied on top."""
 
+import socket
+import time
+from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -51,11 +54,7 @@ def restore(cfg: DictConfig, overrides: list[str]) -> tuple[DictConfig, RunDir]:
         MantaError: no such run, it is still running, or an override would make it another run.
     """
     run = runs.find(str(cfg.resume), absolute(cfg.storage.path))
-    if is_locked(run):
-        raise MantaError(
-            f"resume={cfg.resume}: {run} is running right now (pid {run.read('status.json').get('pid')}). "
-            "Wait for it, or stop it with Ctrl-C first."
-        )
+    _wait_for_survivors(run)
     saved = load(run)
     for override in OverridesParser.create().parse_overrides(overrides):
         key = override.key_or_group
@@ -70,6 +69,27 @@ def restore(cfg: DictConfig, overrides: list[str]) -> tuple[DictConfig, RunDir]:
             value: Any = OmegaConf.select(cfg, key)
             OmegaConf.update(saved, key, value, merge=False, force_add=True)
     return saved, run
+
+
+def _wait_for_survivors(run: RunDir, wait_s: float = 60.0) -> None:
+    """When a driver was killed its workers notice within seconds; one that lives is a run in progress.
+
+    Raises:
+        MantaError: the run is being trained.
+    """
+    status, deadline = run.read("status.json"), time.monotonic() + wait_s
+    said = False
+    while is_locked(run):
+        alive = status.get("host") == socket.gethostname() and Path(f"/proc/{status.get('pid')}").exists()
+        if alive or time.monotonic() > deadline:
+            raise MantaError(
+                f"resume: {run} is running right now (pid {status.get('pid')} on {status.get('host')}). "
+                "Wait for it, or stop it with Ctrl-C first."
+            )
+        if not said:
+            print(f"Waiting for the last processes of {run} to end ...", flush=True)
+            said = True
+        time.sleep(0.2)
 
 
 def _is_identity(key: str) -> bool:
