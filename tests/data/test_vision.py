@@ -133,6 +133,16 @@ def test_absent_and_offline(name, serve, root):
     assert names_under(root) <= {f".{CLASSES[name].__name__}.lock"}
 
 
+def test_a_complete_root_is_only_read(serve, root):
+    """A shared folder may be read-only: not even a lock file is written."""
+    serve("mnist")
+    fetch("mnist", root.with_name("elsewhere"))
+    shutil.copytree(root.with_name("elsewhere") / "MNIST", root / "MNIST")
+    before = names_under(root)
+    assert len(fetch("mnist", root).test) == TEST
+    assert names_under(root) == before
+
+
 def test_archives_brought_by_hand_need_no_network(serve, root):
     mirror, folder = serve("mnist")
     raw = root / "MNIST" / "raw"
