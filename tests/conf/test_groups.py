@@ -9,11 +9,20 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from manta.config import Config, register
+from manta.data.load import load_splits
 from manta.data.transforms import build_transforms
 from manta.targets import bind, build, locate, split
 
 CONF = Path(__file__).parents[2] / "conf"
 ALLOWED = ["manta", "torch", "torchvision"]
+SIZES = {
+    "digits": ([1, 8, 8], 10),
+    "mnist": ([1, 28, 28], 10),
+    "fashion_mnist": ([1, 28, 28], 10),
+    "kmnist": ([1, 28, 28], 10),
+    "cifar10": ([3, 32, 32], 10),
+    "cifar100": ([3, 32, 32], 100),
+}
 
 
 def options(group: str) -> list[str]:
@@ -54,13 +63,20 @@ def test_data(composed, name):
     data = composed(f"data={name}", "data.root=/some/where", "data.split_seed=3").data
     target, arguments = split(data.dataset)
     bind("data.dataset", locate("data.dataset", target, ALLOWED), (), arguments)
-    assert data.name == name and len(data.input_shape) == 3
+    assert data.name == name and (data.input_shape, data.num_classes) == SIZES.get(name, (data.input_shape, 10))
     assert arguments.get("root", "/some/where") == "/some/where"
     assert 3 in (arguments.get("split_seed"), arguments.get("seed"))
     build_transforms("data.transforms.train", data.transforms.train, ALLOWED)
     assert [step["_target_"] for step in data.transforms.train] == (
         ["manta.data.transforms.RandomCropFlip"] if name.startswith("cifar") else []
     )
+
+
+@pytest.mark.parametrize("overrides", [["data=digits"], ["data=synthetic"], ["data=synthetic", "data.input_shape=[7]"]])
+def test_what_needs_no_files_loads(composed, overrides):
+    data = composed(*overrides).data
+    inputs, _ = load_splits(data, ALLOWED).train.batch(torch.arange(3))
+    assert list(inputs.shape) == [3, *data.input_shape]
 
 
 @pytest.mark.parametrize("name", options("model"))
@@ -103,6 +119,7 @@ def test_an_experiment_replaces_groups_and_the_command_line_wins(composed):
     config = composed("experiment=digits_vit")
     assert config.model["_target_"] == "manta.models.vit.ViT" and config.model["patch_size"] == 2
     assert "hidden" not in config.model and config.training.epochs == 20
+    assert config.optimizer["_target_"] == "manta.training.optimizers.muon" and "betas" not in config.optimizer
     config = composed("experiment=digits_vit", "model=mlp", "~model.patch_size", "training.epochs=1")
     assert config.model["_target_"] == "manta.models.mlp.MLP" and config.training.epochs == 1
 

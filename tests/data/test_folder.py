@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torch.utils.data import DataLoader
 
 from manta.config import Data
@@ -94,6 +94,19 @@ def test_large_jpegs_and_other_modes(tmp_path):
             assert image.shape == (3, 16, 16)
             if part.paths[index].endswith("jpg"):
                 assert image[0].mean().item() == pytest.approx(50 * target / 255, abs=0.02)
+
+
+def test_jpegs_keep_the_detail_that_the_shape_can_show(tmp_path):
+    folder = tmp_path / "train" / "only"
+    folder.mkdir(parents=True)
+    squares = np.kron(np.indices((60, 80)).sum(0) % 2, np.ones((8, 8))).astype(np.uint8) * 255
+    for number in range(3):
+        Image.fromarray(squares).convert("RGB").save(folder / f"{number}.jpg")
+    image, _ = image_folder(str(tmp_path), [3, 200, 200], val_fraction=0.34, **PLAIN).train[0]
+    with Image.open(folder / "0.jpg") as whole:
+        expected = np.array(ImageOps.fit(whole.convert("RGB"), (200, 200), Image.Resampling.BILINEAR))
+    torch.testing.assert_close(image, torch.tensor(expected).permute(2, 0, 1) / 255, rtol=0, atol=0.02)
+    assert image.std() > 0.3
 
 
 def test_read_by_workers(tmp_path):

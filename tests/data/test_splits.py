@@ -99,6 +99,12 @@ def test_synthetic_depends_on_its_seed_alone():
     assert not torch.isclose(synthetic([4], 2, num_samples=50, seed=1).train.inputs, first).any()
 
 
+def test_synthetic_splits_share_no_noise():
+    clean, noisy = (synthetic([4], 2, num_samples=40, noise=noise) for noise in (0.0, 1.0))
+    noises = [getattr(noisy, name).inputs - getattr(clean, name).inputs for name in ("train", "val", "test")]
+    assert len(torch.cat(noises).mul(1e4).round().unique(dim=0)) == 40 + 4 + 4
+
+
 def test_synthetic_is_prototypes_plus_noise_and_generalises():
     clean, noisy = (synthetic([64], 5, num_samples=500, noise=noise) for noise in (0.0, 1.0))
     prototypes = clean.train.inputs[:5]

@@ -84,11 +84,12 @@ def test_bad_values(arguments, message):
 def test_build_transforms_applies_them_in_order():
     key, allowed = "data.transforms.train", ["manta", "torch", "torchvision"]
     assert build_transforms(key, [], allowed) is None
+    shift = {"_target_": "torchvision.transforms.v2.Normalize", "mean": [0.5], "std": [1.0]}
+    scale = {"_target_": "torchvision.transforms.v2.Normalize", "mean": [0.0], "std": [0.5]}
     flip = {"_target_": "manta.data.transforms.RandomCropFlip", "padding": 0, "flip": 1.0}
-    norm = {"_target_": "torchvision.transforms.v2.Normalize", "mean": [0.5], "std": [0.5]}
     images = torch.rand(3, 1, 4, 4)
-    chain = build_transforms(key, [flip, norm], allowed)
-    torch.testing.assert_close(chain(images), images.flip(-1) * 2 - 1)
+    chain = build_transforms(key, [shift, scale, flip], allowed)
+    torch.testing.assert_close(chain(images), (images.flip(-1) - 0.5) * 2)
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,16 @@ def test_absent_and_offline(name, serve, root):
     assert names_under(root) <= {f".{CLASSES[name].__name__}.lock"}
 
 
+def test_a_complete_root_is_only_read(serve, root):
+    """A shared folder may be read-only: not even a lock file is written."""
+    serve("mnist")
+    fetch("mnist", root.with_name("elsewhere"))
+    shutil.copytree(root.with_name("elsewhere") / "MNIST", root / "MNIST")
+    before = names_under(root)
+    assert len(fetch("mnist", root).test) == TEST
+    assert names_under(root) == before
+
+
 def test_archives_brought_by_hand_need_no_network(serve, root):
     mirror, folder = serve("mnist")
     raw = root / "MNIST" / "raw"
@@ -201,7 +211,7 @@ def test_one_who_waits_says_so_and_then_reads_what_the_other_fetched(serve, root
 
     def say(message, *arguments):  # the other process finishes while we wait
         said.append(message % arguments)
-        shutil.copytree(elsewhere / "MNIST", root / "MNIST")
+        shutil.copytree(elsewhere / "MNIST", root / "MNIST", ignore=shutil.ignore_patterns("*.gz"))
         other.release()
 
     said: list[str] = []

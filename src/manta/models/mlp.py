@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from manta.models.checks import flat_size, positive, probability
+from manta.arguments import flat_size, positive, probability
 
 
 class MLP(nn.Module):

@@ -1,4 +1,4 @@
-"""Checks that several models share; each raises a ValueError naming the argument."""
+"""Argument checks that models and data sets share; each raises a ValueError naming the argument."""
 
 import math
 from collections.abc import Sequence
