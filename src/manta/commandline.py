@@ -115,7 +115,8 @@ def _is_unknown(override: Override, known: Known) -> bool:
 
 def _mentions(text: str, override: Override) -> bool:
     """Whether an error is about this override."""
-    key, line = override.get_key_element(), override.input_line
+    key = override.key_or_group + (f"@{override.package}" if override.package else "")
+    line = override.input_line
     first = text.partition("\n")[0]
     return any(sign in text for sign in (f"'{key}'", f"'{key}/", f"'{line}'")) or first.endswith(f" override {line}")
 
