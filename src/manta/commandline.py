@@ -10,7 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from yaml import MarkedYAMLError
 
 from manta.config import Config
@@ -102,7 +102,7 @@ def explain(error: Exception, arguments: Sequence[str], conf: Path) -> MantaErro
     if "An item is already at" in text:
         return MantaError(f"{line}: it exists, so leave out the +.{_try(arguments, line, line.lstrip('+'))}")
     if isinstance(cause, OmegaConfBaseException):
-        return MantaError(_wrong_value(culprit, cause))
+        return MantaError(_wrong_value(culprit, cause, known))
     return MantaError(f"{line}: {_in_one_line(text)}")
 
 
@@ -192,12 +192,15 @@ def _several_values(line: str) -> str:
     return f"{line} has several values. Add -m to run one job for each{as_list}."
 
 
-def _wrong_value(culprit: Override, cause: OmegaConfBaseException) -> str:
-    """A value of the wrong type, or a setting that cannot be removed."""
+def _wrong_value(culprit: Override, cause: OmegaConfBaseException, known: Known) -> str:
+    """A value of the wrong type, one with an unknown key inside, or a setting that cannot be removed."""
     key = str(cause.full_key or culprit.key_or_group)
     wanted = expected(Config, key)
     if culprit.is_delete():
         return f"{culprit.input_line}: {key} cannot be removed. Give it another value: {key}=..."
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and not key.startswith("hydra."):
+        found = suggest(key, known.keys)
+        return f"{culprit.input_line}: there is no setting {key}." + (f" Did you mean {found}?" if found else "")
     if wanted is None:
         return f"{culprit.input_line}: {_in_one_line(str(cause))}"
     return f"{culprit.input_line} has the wrong type: {key} must be {wanted}."

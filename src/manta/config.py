@@ -4,6 +4,7 @@ Hydra composes YAML and the command line into this schema, so an unknown key or 
 anything heavy is imported. Inside the code there are only these plain objects, never a DictConfig.
 """
 
+import copy
 import os
 import re
 from dataclasses import dataclass, field
@@ -175,8 +176,8 @@ class Scaling:
     """With a number here the run is elastic between `num_workers` and this (Ray's `num_workers=(min, max)`)."""
     use_gpu: bool | None = None
     """One GPU per worker; null = if there are any."""
-    resources_per_worker: Any = None  # dict[str, float] | None: OmegaConf would merge no dict into a typed null
-    """E.g. {CPU: 4, GPU: 1}; null = the machine's CPUs shared out, one GPU each."""
+    resources_per_worker: dict[str, float | None] = field(default_factory=lambda: {"CPU": None, "GPU": None})
+    """Null: an even share of the CPUs, one GPU if GPUs are used. Others are added: +scaling.resources_per_worker.X=1"""
     placement_strategy: str = "PACK"
     """Ray's: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD."""
     accelerator_type: str | None = None
@@ -281,13 +282,15 @@ def from_hydra(cfg: DictConfig) -> Config:
     if missing:
         wanted = [f"{key}=??? is to be set, {expected(Config, key) or 'it has no default'}" for key in missing]
         raise MantaError(f"{'; '.join(wanted)}.")
+    cfg = copy.deepcopy(cfg)
     try:
+        # Before anything is resolved: a plug-in's `root: ${data.root}` must become absolute too.
+        cfg.data.root = absolute(cfg.data.root)
+        cfg.storage.path = absolute(cfg.storage.path)
         config = OmegaConf.to_object(cfg)
     except OmegaConfBaseException as error:
         raise MantaError(_broken(error, cfg)) from error
     assert isinstance(config, Config)
-    config.data.root = absolute(config.data.root)
-    config.storage.path = absolute(config.storage.path)
     return config
 
 

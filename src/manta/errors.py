@@ -59,6 +59,10 @@ SYNONYMS = {
 class MantaError(Exception):
     """A mistake the user can mend: the message names the setting, its value, what is allowed and the way out."""
 
+    def __init__(self, message: str, code: int = INVALID) -> None:
+        super().__init__(message)
+        self.code = code
+
 
 class JobError(Exception):
     """A job ended with an exit code and has already said why; carries the code through Hydra's multirun."""
@@ -76,7 +80,7 @@ def exit_code(command: Callable[[], int], tracebacks: bool = False) -> int:
         if tracebacks:
             traceback.print_exc()
         print(f"Error: {error}", file=sys.stderr)
-        return INVALID
+        return error.code
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception:
@@ -97,12 +101,12 @@ def suggest(key: str, known: Iterable[str]) -> str | None:
     its group, or in the wrong one, is found too (`lr`, `training.batch_size`).
     """
     known = list(known)
-    parent, _, last = key.rpartition(".")
+    parent, _, last = key.lower().rpartition(".")
     if SYNONYMS.get(last) in known:
         return SYNONYMS[last]
 
     def closeness(path: str) -> float:
-        its_parent, _, its_last = path.rpartition(".")
+        its_parent, _, its_last = path.lower().rpartition(".")
         group = difflib.SequenceMatcher(None, parent, its_parent).ratio()
         return difflib.SequenceMatcher(None, last, its_last).ratio() * (0.8 + 0.2 * group)
 

@@ -47,7 +47,9 @@ def locate(key: str, target: str, allowed: Sequence[str]) -> Callable[..., Any]:
         except ModuleNotFoundError as error:
             if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
                 continue
-            raise MantaError(f"{key}._target_={target}: importing {module_name} needs {error.name}, not installed.") from error
+            raise MantaError(
+                f"{key}._target_={target}: importing {module_name} needs {error.name}, not installed."
+            ) from error
         for name in parts[cut:]:
             if not hasattr(found, name):
                 hint = nearest(name, dir(found))
@@ -81,7 +83,9 @@ def _fits(value: Any, hint: Any) -> bool:
     if hint is type(None):
         return value is None
     # Anything else (Tensor, Callable, ...) cannot be written in YAML, so plain values must match another member.
-    return not (isinstance(hint, type) and isinstance(value, (int, float, str, bool, type(None))) and hint is not object)
+    return not (
+        isinstance(hint, type) and isinstance(value, (int, float, str, bool, type(None))) and hint is not object
+    )
 
 
 def bind(key: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -98,7 +102,7 @@ def bind(key: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Ma
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for name in kwargs:
         if name not in parameters and not takes_any:
-            known = list(parameters)[len(args):]
+            known = list(parameters)[len(args) :]
             hint = nearest(name, known)
             raise MantaError(
                 f"{key}.{name} is not an argument of {function.__qualname__}."

@@ -1,0 +1,107 @@
+"""Your own images in class folders, read by DataLoader workers."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchvision.datasets import ImageFolder
+
+from manta.data import Splits
+from manta.data.split import carve_fraction
+from manta.data.transforms import Normalize
+from manta.errors import MantaError
+from manta.models.checks import image_shape
+
+MODES = {1: "L", 3: "RGB"}
+
+
+@dataclass
+class Images(Dataset):
+    """Image files as samples (float tensor of `shape`, class number).
+
+    The image is scaled to cover `shape` and its overhang cut off evenly.
+    """
+
+    paths: list[str]
+    targets: list[int]
+    shape: tuple[int, int, int]
+    prepare: Normalize
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        channels, height, width = self.shape
+        try:
+            with Image.open(self.paths[index]) as image:
+                image.draft(None, (2 * width, 2 * height))  # lets JPEG decode at a coarser scale, much faster
+                fitted = ImageOps.fit(image.convert(MODES[channels]), (width, height), Image.Resampling.BILINEAR)
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # what PIL raises for damage
+            raise MantaError(f"Cannot read the image {self.paths[index]}: {error}") from error
+        pixels = torch.from_numpy(np.array(fitted)).reshape(1, height, width, channels).permute(0, 3, 1, 2)
+        return self.prepare(pixels)[0], self.targets[index]
+
+    def take(self, ids: Tensor) -> "Images":
+        chosen = ids.tolist()
+        return Images([self.paths[i] for i in chosen], [self.targets[i] for i in chosen], self.shape, self.prepare)
+
+
+def image_folder(
+    root: str,
+    input_shape: list[int],
+    mean: list[float],
+    std: list[float],
+    split_seed: int = 0,
+    val_fraction: float = 0.1,
+) -> Splits:
+    """root/{train,val,test}/<class>/<image>; a missing val or test is carved from train by `split_seed`.
+
+    The names of train's class folders, sorted, are the classes. Images become `input_shape`, grey or in colour.
+    mean, std: of pixels in 0..1, one value a channel.
+
+    Raises:
+        ValueError: `input_shape` is not [1 or 3, height, width], or mean and std are not one value a channel.
+        MantaError: a folder is absent, empty or unreadable, or the splits' classes differ.
+    """
+    shape = image_shape(input_shape)
+    if shape[0] not in MODES:
+        raise ValueError(f"input_shape={list(input_shape)} must have 1 channel (grey) or 3 (colour)")
+    if not len(mean) == len(std) == shape[0]:
+        raise ValueError(f"mean={list(mean)} and std={list(std)} must have {shape[0]} values, one a channel")
+    prepare, base = Normalize(tuple(mean), tuple(std)), Path(root).expanduser().absolute()
+    train, classes = _scan(base / "train", shape, prepare)
+    held = {}
+    for name in ("test", "val"):
+        if (base / name).exists():
+            held[name], found = _scan(base / name, shape, prepare)
+            _same_classes(base, name, classes, found)
+        else:
+            rest, carved = carve_fraction(train.targets, val_fraction, split_seed)
+            train, held[name] = train.take(rest), train.take(carved)
+    return Splits(train, held["val"], held["test"], classes)
+
+
+def _scan(folder: Path, shape: tuple[int, int, int], prepare: Normalize) -> tuple[Images, tuple[str, ...]]:
+    """The images of one split and its class names."""
+    try:
+        found = ImageFolder(folder)
+    except OSError as error:
+        raise MantaError(
+            f"data.root={folder.parent}: {error}\nOne folder a class is expected there, with images in it: "
+            f"{folder}/<class>/<image>, likewise val and test if they are not to be carved from train."
+        ) from error
+    return Images([path for path, _ in found.samples], found.targets, shape, prepare), tuple(found.classes)
+
+
+def _same_classes(base: Path, name: str, expected: tuple[str, ...], found: tuple[str, ...]) -> None:
+    if found != expected:
+        only = [
+            f"{', '.join(sorted(more - less))} only in {where}"
+            for where, more, less in (("train", set(expected), set(found)), (name, set(found), set(expected)))
+            if more - less
+        ]
+        raise MantaError(f"data.root={base}: train and {name} must have the same class folders, but {'; '.join(only)}.")

@@ -1,0 +1,97 @@
+"""Config -> checked splits: mistakes between a data set and its config are found before training starts."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manta.config import Data
+from manta.data import AnySet, Splits, TensorSet
+from manta.errors import MantaError
+from manta.targets import build
+
+
+def load_splits(data: Data, allowed: Sequence[str]) -> Splits:
+    """Build `data.dataset` and check it against `data.input_shape` and `data.num_classes`.
+
+    Raises:
+        MantaError: as `manta.targets.build`; or a split is empty, its samples have another shape or type, its
+            targets are not integers in [0, num_classes), or the classes are not as many as `data.num_classes`.
+    """
+    splits = build("data.dataset", data.dataset, allowed)
+    if not isinstance(splits, Splits):
+        raise MantaError(
+            f"data.dataset._target_={data.dataset['_target_']} returns a {type(splits).__name__}: "
+            "it must return manta.data.Splits."
+        )
+    if splits.classes and len(splits.classes) != data.num_classes:
+        raise MantaError(
+            f"data.num_classes={data.num_classes}, but data set {data.name} has {len(splits.classes)} classes "
+            f"({_listed(splits.classes)}): 'data.num_classes={len(splits.classes)}'"
+        )
+    for name in ("train", "val", "test"):
+        part = getattr(splits, name)
+        if part is not None:
+            _check_split(f"The {name} split of data set {data.name}", part, data)
+    return splits
+
+
+def _listed(names: Sequence[str], most: int = 5) -> str:
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
+
+
+def _check_split(where: str, part: AnySet, data: Data) -> None:
+    """One split: not empty, first sample's shape and type, every target that can be seen without reading samples."""
+    try:
+        size = len(part)  # type: ignore[arg-type]
+    except TypeError:
+        raise MantaError(f"{where} has no length: use a TensorSet or a map-style torch.utils.data.Dataset.") from None
+    if size == 0:
+        raise MantaError(f"{where} is empty.")
+    if isinstance(part, TensorSet):
+        if len(part.inputs) != size:
+            raise MantaError(f"{where} has {len(part.inputs)} inputs and {size} targets.")
+        sample, targets = part.batch(torch.zeros(1, dtype=torch.int64, device=part.targets.device))[0][0], part.targets
+    else:
+        sample, target = _first(where, part)
+        try:
+            targets = torch.as_tensor(getattr(part, "targets", [target]))
+        except (TypeError, ValueError, RuntimeError):
+            raise MantaError(f"{where}: a target is {target!r}; it must be a class number, an int.") from None
+    _check_sample(where, sample, data)
+    _check_targets(where, targets, data)
+
+
+def _first(where: str, part: Any) -> tuple[Any, Any]:
+    item = part[0]
+    if not isinstance(item, (tuple, list)) or len(item) != 2:
+        raise MantaError(f"{where}: sample 0 is a {type(item).__name__}; it must be the pair (input, target).")
+    return item[0], item[1]
+
+
+def _check_sample(where: str, sample: Any, data: Data) -> None:
+    if not isinstance(sample, Tensor) or not sample.is_floating_point():
+        kind = sample.dtype if isinstance(sample, Tensor) else type(sample).__name__
+        raise MantaError(f"{where} gives the model {kind}; it must be a floating point tensor (see TensorSet.prepare).")
+    if list(sample.shape) != list(data.input_shape):
+        shape = str(list(sample.shape)).replace(" ", "")
+        raise MantaError(
+            f"data.input_shape={list(data.input_shape)}, but a sample has shape {list(sample.shape)} ({where}): "
+            f"'data.input_shape={shape}'"
+        )
+
+
+def _check_targets(where: str, targets: Tensor, data: Data) -> None:
+    if targets.dim() != 1 or targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
+        raise MantaError(
+            f"{where} has targets of type {targets.dtype} and shape {list(targets.shape)}; they must be class numbers: "
+            "int64, one a sample."
+        )
+    low, high = int(targets.min()), int(targets.max())
+    if low < 0:
+        raise MantaError(f"{where} has the target {low}: class numbers start at 0.")
+    if high >= data.num_classes:
+        raise MantaError(
+            f"data.num_classes={data.num_classes}, but a target is {high} ({where}): 'data.num_classes={high + 1}'"
+        )

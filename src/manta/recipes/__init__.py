@@ -1,0 +1,36 @@
+"""Recipes: training functions that see only a Session. `recipe=` chooses one; every other group keeps its meaning."""
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from manta.config import Config
+from manta.session import Session
+
+Rows = list[tuple[str, str]]
+"""Lines of the plan: (what, value)."""
+
+
+class Recipe(Protocol):
+    """What a class named by `recipe._target_` offers; it is constructed without arguments."""
+
+    def check(self, config: Config, look_at_data: bool) -> Rows:
+        """On the driver, before anything starts: refuse what cannot work, describe what will run.
+
+        Args:
+            look_at_data: the driver sees the same files as the workers, so the data set is opened too.
+
+        Raises:
+            MantaError: the configuration cannot work.
+        """
+        ...
+
+    def train(self, session: Session, config: Config) -> dict[str, Any]:
+        """On every rank: train until finished or asked to stop; {"state": "finished" | "interrupted"}.
+
+        Continues from the run's `last` checkpoint if there is one.
+        """
+        ...
+
+    def evaluate(self, session: Session, config: Config, checkpoint: Path, splits: list[str]) -> dict[str, float]:
+        """On every rank: exact metrics of a checkpoint directory on each named split, e.g. {"val/loss": 0.1}."""
+        ...

@@ -1,0 +1,97 @@
+"""The default recipe: a plain PyTorch loop for classification."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from manta.config import Config
+from manta.data import Splits
+from manta.data.load import load_splits
+from manta.data.transforms import build_transforms
+from manta.errors import MantaError
+from manta.recipes import Rows
+from manta.session import Session
+from manta.training.checkpoint import load_checkpoint
+from manta.training.evaluation import Evaluator
+from manta.training.learner import build_model, build_optimizer, build_scheduler, load_weights
+from manta.training.loop import Loop, training_length
+from manta.training.parallel import bare, parallelise
+from manta.training.tasks import Classification
+
+
+class PyTorchRecipe:
+    """`recipe=pytorch`; see `manta.recipes.Recipe` for what each method does."""
+
+    def check(self, config: Config, look_at_data: bool) -> Rows:
+        model = _on_meta(config)
+        parameters = sum(p.numel() for p in model.parameters())
+        name = config.model["_target_"].rsplit(".", 1)[-1]
+        rows = [("model", f"{name}, {parameters:,} parameters")]
+        for split in ("train", "eval"):
+            specs = getattr(config.data.transforms, split)
+            build_transforms(f"data.transforms.{split}", specs, config.allowed_targets)
+        train_size = 1
+        if look_at_data:
+            splits = load_splits(config.data, config.allowed_targets)
+            sizes = {name: _size(splits, name) for name in ("train", "val", "test")}
+            train_size = sizes["train"]
+            shown = ", ".join(f"{name} {size:,}" for name, size in sizes.items() if size)
+            rows.append(("data", f"{config.data.name}: {shown}"))
+        total = training_length(config, train_size)
+        build_scheduler(config, build_optimizer(config, model), total)
+        if look_at_data:
+            rows.append(("training", f"{total['epoch']} epochs, {total['step']:,} steps, {config.training.precision}"))
+        return rows
+
+    def train(self, session: Session, config: Config) -> dict[str, Any]:
+        return Loop(session, config, load_splits(config.data, config.allowed_targets)).run()
+
+    def evaluate(self, session: Session, config: Config, checkpoint: Path, splits: list[str]) -> dict[str, float]:
+        data = load_splits(config.data, config.allowed_targets)
+        evaluator = Evaluator(session, config, data, Classification())
+        model = parallelise(
+            build_model(config).to(session.device, evaluator.precision.dtype), session, config.scaling.strategy
+        )
+        load_weights(model, load_checkpoint(checkpoint)[0]["learner"])
+        model = bare(model).eval()
+        found: dict[str, float] = {}
+        for split in splits:
+            if getattr(data, split) is None:
+                raise MantaError(f"splits={split}: data set {config.data.name} has no {split} split.")
+            found |= evaluator(model, split)
+        return found
+
+
+def _size(splits: Splits, name: str) -> int:
+    dataset = getattr(splits, name)
+    return 0 if dataset is None else len(dataset)
+
+
+def _on_meta(config: Config) -> nn.Module:
+    """The model without memory for its weights, after a forward pass that checks its shapes.
+
+    Raises:
+        MantaError: it does not take `data.input_shape` or give `data.num_classes` outputs.
+    """
+    shape = [2, *config.data.input_shape]
+    try:
+        with torch.device("meta"):
+            model = build_model(config)
+    except NotImplementedError:  # a constructor that needs real numbers
+        model = build_model(config).to("meta")
+    try:
+        with torch.no_grad():
+            output = model(torch.empty(shape, device="meta"))
+    except NotImplementedError:
+        return model
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise MantaError(f"model: {config.model['_target_']} cannot take a batch of shape {shape}: {error}") from error
+    if not isinstance(output, torch.Tensor) or list(output.shape) != [2, config.data.num_classes]:
+        got = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
+        raise MantaError(
+            f"model: for a batch of shape {shape}, {config.model['_target_']} gives {got} instead of "
+            f"[2, {config.data.num_classes}] logits (data.num_classes={config.data.num_classes})."
+        )
+    return model

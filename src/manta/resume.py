@@ -1,0 +1,76 @@
+"""resume=: a run continues with its own saved configuration; what else the command line sets is applied on top."""
+
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from manta import runs
+from manta.config import SCHEMA_VERSION, Config, absolute
+from manta.errors import MantaError
+from manta.runs import RunDir, is_locked
+
+# What a run is. With another one of these it would be another run.
+_IDENTITY = (
+    "seed", "name", "schema_version", "storage", "objective", "recipe", "data.name", "data.dataset", "data.input_shape",
+    "data.num_classes", "data.split_seed", "data.val_fraction",
+)  # fmt: skip
+_GROUPS_OF_A_NEW_RUN = ("experiment", "debug", "model", "data")
+
+
+def load(run: RunDir) -> DictConfig:
+    """A run's saved configuration, typed.
+
+    Raises:
+        MantaError: it was written by another version of the schema, or changed by hand into something invalid.
+    """
+    path = run.path / "config.yaml"
+    saved = OmegaConf.load(path)
+    version = saved.get("schema_version") if isinstance(saved, DictConfig) else None
+    if version != SCHEMA_VERSION:
+        raise MantaError(
+            f"{run} was made with configuration schema {version}; this version of Manta reads schema {SCHEMA_VERSION}. "
+            f"Resume it with the code that made it (commit in {run}/provenance.json)."
+        )
+    try:
+        typed = OmegaConf.merge(OmegaConf.structured(Config), saved)
+    except OmegaConfBaseException as error:
+        raise MantaError(f"{path} is not a valid configuration: {error}") from error
+    assert isinstance(typed, DictConfig)
+    return typed
+
+
+def restore(cfg: DictConfig, overrides: list[str]) -> tuple[DictConfig, RunDir]:
+    """The configuration to continue `cfg.resume` with, and its run directory.
+
+    Args:
+        cfg: composed from this command line; gives the values of what is overridden.
+
+    Raises:
+        MantaError: no such run, it is still running, or an override would make it another run.
+    """
+    run = runs.find(str(cfg.resume), absolute(cfg.storage.path))
+    if is_locked(run):
+        raise MantaError(
+            f"resume={cfg.resume}: {run} is running right now (pid {run.read('status.json').get('pid')}). "
+            "Wait for it, or stop it with Ctrl-C first."
+        )
+    saved = load(run)
+    for override in OverridesParser.create().parse_overrides(overrides):
+        key = override.key_or_group
+        if key in ("resume", "storage.path"):
+            continue
+        if override.is_delete() or key in _GROUPS_OF_A_NEW_RUN or _is_identity(key):
+            raise MantaError(
+                f"{override.input_line} cannot be changed on resume: it would be another run than {run}. "
+                "Leave it out, or start a new run without resume=."
+            )
+        with open_dict(saved):
+            value: Any = OmegaConf.select(cfg, key)
+            OmegaConf.update(saved, key, value, merge=False, force_add=True)
+    return saved, run
+
+
+def _is_identity(key: str) -> bool:
+    return any(key == name or key.startswith(name + ".") for name in _IDENTITY)

@@ -1,0 +1,300 @@
+"""The run directory: its layout, what is recorded about a run, and finding runs. Imports nothing heavy.
+
+The layout is a contract that other tools read; docs/run_directory.md describes it.
+"""
+
+import dataclasses
+import fcntl
+import json
+import os
+import platform
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from manta.config import Config
+from manta.errors import MantaError
+
+RUNNING, FINISHED, FAILED, INTERRUPTED = "running", "finished", "failed", "interrupted"
+
+# Environment that changes results or behaviour; never a name that smells of a secret.
+_ENV = re.compile(r"^(CUDA|NCCL|GLOO|OMP|MKL|TORCH|PYTORCH|RAY|HYDRA|SLURM|MANTA|WANDB|MLFLOW|XLA|LD_LIBRARY|PYTHON)")
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|URI|URL|DSN", re.IGNORECASE)
+
+
+def now() -> str:
+    """The time as stored in every file: ISO 8601, UTC."""
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Replace a JSON file in one step, so that readers never see half of it."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.write_text(json.dumps(value, indent=2) + "\n")
+    aside.replace(path)
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """One run's directory."""
+
+    path: Path
+
+    def __str__(self) -> str:
+        return short(self.path)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "train.log"
+
+    @property
+    def stop_file(self) -> Path:
+        """Its existence asks the run to checkpoint and stop."""
+        return self.path / ".stop"
+
+    @property
+    def lock_file(self) -> Path:
+        """Locked by rank 0 while it trains: a run has one writer."""
+        return self.path / ".lock"
+
+    def read(self, name: str) -> dict[str, Any]:
+        """A JSON file of the run; {} if it is not there."""
+        path = self.path / name
+        return json.loads(path.read_text()) if path.is_file() else {}
+
+    def write(self, name: str, value: dict[str, Any]) -> None:
+        write_json(self.path / name, value)
+
+    def update_status(self, **fields: Any) -> None:
+        self.write("status.json", {**self.read("status.json"), **fields})
+
+    def save_config(self, config: Config) -> None:
+        """config.yaml: resolved and complete; requests of one command line (resume, plan, traceback) are not part of it."""
+        stored = dataclasses.replace(config, resume=None, plan=False, traceback=False)
+        aside = self.path / ".config.yaml"
+        aside.write_text(yaml.safe_dump(dataclasses.asdict(stored), sort_keys=False))
+        aside.replace(self.path / "config.yaml")
+
+    def begin(self, config: Config, overrides: list[str]) -> None:
+        """Record a new attempt: the configuration, the command line, the provenance and the state."""
+        self.save_config(config)
+        with open(self.path / "overrides.txt", "a") as file:
+            file.write(shlex.join(overrides) + "\n")
+        status = self.read("status.json")
+        attempt = status.get("attempts", 0) + 1
+        self.write(
+            "status.json",
+            {
+                "state": RUNNING,
+                "started": status.get("started") or now(),
+                "attempt_started": now(),
+                "finished": None,
+                "attempts": attempt,
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "error": None,
+                "exit_code": None,
+            },
+        )
+        self.write("provenance.json" if attempt == 1 else f"provenance-{attempt}.json", self._provenance(attempt))
+        self.stop_file.unlink(missing_ok=True)
+
+    def _provenance(self, attempt: int) -> dict[str, Any]:
+        code = Path(__file__).resolve().parents[2]
+        commit, diff = _git(code, "rev-parse", "HEAD"), _git(code, "diff", "HEAD")
+        diff_file = None
+        if diff:
+            diff_file = "uncommitted.diff" if attempt == 1 else f"uncommitted-{attempt}.diff"
+            (self.path / diff_file).write_text(diff + "\n")
+        packages = {d.metadata["Name"]: d.version for d in metadata.distributions() if d.metadata["Name"]}
+        return {
+            "command": shlex.join([os.path.basename(sys.executable), *sys.argv]),
+            "git": {"commit": commit, "branch": _git(code, "rev-parse", "--abbrev-ref", "HEAD"), "diff": diff_file},
+            "python": platform.python_version(),
+            "ray": packages.get("ray"),
+            "packages": dict(sorted(packages.items())),
+            "host": socket.gethostname(),
+            "platform": platform.platform(),
+            "cpus": os.cpu_count(),
+            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            "gpus": _gpus(),
+            "environment": {
+                name: value
+                for name, value in sorted(os.environ.items())
+                if _ENV.match(name) and not _SECRET.search(name)
+            },
+        }
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _gpus() -> list[str]:
+    """Names of the machine's NVIDIA GPUs, read from the driver's own files."""
+    found = []
+    for information in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        match = re.search(r"^Model:\s*(.+)$", information.read_text(), re.MULTILINE)
+        found.append(match.group(1).strip() if match else "unknown")
+    return found
+
+
+def short(path: Path) -> str:
+    """A path as the user would type it from here."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+def create(config: Config) -> RunDir:
+    """Make a new run directory `<storage.path>/<date>/<time>[-<name>]` and point `latest` to it.
+
+    Raises:
+        MantaError: it cannot be written there.
+    """
+    root = Path(config.storage.path)
+    moment = datetime.now()
+    stem = moment.strftime("%H-%M-%S") + (f"-{config.name}" if config.name else "")
+    day = root / moment.strftime("%Y-%m-%d")
+    try:
+        day.mkdir(parents=True, exist_ok=True)
+        for attempt in range(1, 10_000):
+            path = day / (stem if attempt == 1 else f"{stem}-{attempt}")
+            try:
+                path.mkdir()  # exclusive: two runs never share a directory
+                break
+            except FileExistsError:
+                continue
+        point_latest(root, path)
+    except OSError as error:
+        raise MantaError(
+            f"storage.path={config.storage.path} cannot be written: {error.strerror}. Choose another: storage.path=<folder>"
+        ) from error
+    return RunDir(path)
+
+
+def point_latest(root: Path, path: Path) -> None:
+    aside = root / f".latest-{os.getpid()}"
+    aside.unlink(missing_ok=True)
+    aside.symlink_to(path.relative_to(root))
+    aside.replace(root / "latest")
+
+
+def find(spec: str, storage: str, key: str = "resume") -> RunDir:
+    """The run called `latest`, or the one at a path (from here, or below storage.path).
+
+    Raises:
+        MantaError: there is none, or it is no run directory.
+    """
+    root = Path(storage)
+    if spec == "latest":
+        path = root / "latest"
+        if not path.exists():
+            raise MantaError(f"{key}=latest: there is no run under {root} yet. Start one: python train.py")
+    else:
+        path = next((p for p in (Path(spec).expanduser(), root / spec) if p.exists()), Path(spec))
+        if not path.exists():
+            raise MantaError(f"{key}={spec}: no such directory. Give a run directory, or `latest`.{_recent(root)}")
+    path = path.resolve()
+    if not (path / "config.yaml").is_file() or not (path / "status.json").is_file():
+        raise MantaError(
+            f"{key}={spec}: {path} is not a run directory (it has no config.yaml and status.json).{_recent(root)}"
+        )
+    return RunDir(path)
+
+
+def _recent(root: Path, count: int = 3) -> str:
+    runs = sorted(root.glob("????-??-??/*/status.json"), key=lambda p: p.stat().st_mtime, reverse=True)[:count]
+    return f" Recent runs: {', '.join(short(p.parent) for p in runs)}" if runs else ""
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The complete lines of a metrics.jsonl (a writer killed in mid-line leaves half a one, which is skipped)."""
+    if not path.is_file():
+        return []
+    with open(path) as file:
+        return [json.loads(line) for line in file if line.endswith("\n")]
+
+
+class MetricsFile:
+    """metrics.jsonl: one line a report, append-only; a resume first drops what came after its checkpoint."""
+
+    def __init__(self, path: Path, keep_bytes: int = 0) -> None:
+        self._file = open(path, "ab")
+        if self._file.tell() < keep_bytes:
+            raise MantaError(
+                f"{path} is shorter than the checkpoint says it was ({keep_bytes} bytes): it was changed by hand."
+            )
+        self._file.truncate(keep_bytes)
+        self._file.seek(keep_bytes)
+
+    def append(self, values: dict[str, Any]) -> None:
+        self._file.write((json.dumps(values) + "\n").encode())
+        self._file.flush()
+
+    def sync(self) -> int:
+        """Flush to disk; the size in bytes."""
+        os.fsync(self._file.fileno())
+        return self._file.tell()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@contextmanager
+def writing(run: RunDir, wait_s: float = 30.0) -> Iterator[None]:
+    """Hold the run's lock (rank 0 does while it trains): two processes never write one run.
+
+    A run that is killed lets go at once; one that is still alive after `wait_s` is a mistake.
+
+    Raises:
+        MantaError: another process is still training this run.
+    """
+    with open(run.lock_file, "w") as file:
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise MantaError(f"{run} is being trained by another process; wait for it or stop it.") from None
+                time.sleep(0.1)
+        yield
+
+
+def is_locked(run: RunDir) -> bool:
+    """Whether a process is training this run right now."""
+    if not run.lock_file.exists():
+        return False
+    with open(run.lock_file) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False

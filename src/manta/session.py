@@ -1,0 +1,187 @@
+"""What a recipe sees of the world: its rank, its device, and where to report. The only way to ray for a recipe.
+
+Three makers: `plain` (this process), `ray_worker` (a Ray Train worker); a Tune trial's comes with searches.
+"""
+
+import math
+import os
+import socket
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from manta.config import Config
+from manta.runs import MetricsFile, RunDir, writing
+from manta.targets import build
+
+AGREE_EVERY_S = 1.0
+ALONE_EVERY_S = 0.1
+
+
+@dataclass
+class Session:
+    """One rank of one run."""
+
+    run: RunDir
+    device: torch.device
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    node_rank: int = 0
+    stop: Callable[[], bool] = lambda: False
+    """Whether this rank has been asked to checkpoint and stop."""
+    on_report: Callable[[dict[str, Any]], None] | None = None
+    """Called on rank 0 with every line reported."""
+    _metrics: MetricsFile | None = None
+    _control: Any = field(default=None, repr=False)
+
+    @property
+    def main(self) -> bool:
+        """Whether this is rank 0, the one that writes."""
+        return self.rank == 0
+
+    # --- reporting -----------------------------------------------------------------------------------------------
+
+    def open_metrics(self, keep_bytes: int) -> None:
+        """Continue metrics.jsonl from `keep_bytes` on (0 = afresh). Rank 0 only writes; others do nothing."""
+        if self.main:
+            self._metrics = MetricsFile(self.run.metrics, keep_bytes)
+
+    def metrics_size(self) -> int:
+        """Bytes reported so far, all on disk now; goes into a checkpoint."""
+        return self._metrics.sync() if self._metrics else 0
+
+    def report(self, values: dict[str, Any]) -> None:
+        """Append one line of plain numbers to the run's history; numbers that JSON lacks (NaN, inf) become null."""
+        if self._metrics is None:
+            return
+        line = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        line["time"] = round(time.time(), 3)
+        self._metrics.append(line)
+        if self.on_report is not None:
+            self.on_report(line)
+
+    # --- the other ranks -----------------------------------------------------------------------------------------
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Elementwise sum over ranks of a small tensor; the result is on every rank, on the CPU."""
+        tensor = tensor.detach().cpu()
+        if self.world_size > 1:
+            tensor = tensor.clone()
+            dist.all_reduce(tensor, group=self._control)
+        return tensor
+
+    def gather(self, value: Any) -> list[Any]:
+        """One small object from every rank, in rank order, on every rank."""
+        if self.world_size == 1:
+            return [value]
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, value, group=self._control)
+        return found
+
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            dist.barrier(group=self._control)
+
+
+class Agreement:
+    """Ranks decide together, about once a second, whether to stop or to write a checkpoint by time.
+
+    They must act at the same step, so the step of the next decision is itself agreed on: rank 0 derives it from the
+    speed so far.
+    """
+
+    def __init__(self, session: Session, checkpoint_every_s: float | None) -> None:
+        self.session, self.every_s = session, checkpoint_every_s
+        self.checked_at = self.saved_at = time.monotonic()
+        self.checked_step, self.next_step = 0, 0
+
+    def begin(self, step: int) -> None:
+        self.checked_step, self.next_step = step, step + 1
+
+    def saved(self) -> None:
+        self.saved_at = time.monotonic()
+
+    def __call__(self, step: int) -> tuple[bool, bool]:
+        """(stop, checkpoint now) after optimizer step `step`."""
+        now = time.monotonic()
+        if step < self.next_step or (self.session.world_size == 1 and now - self.checked_at < ALONE_EVERY_S):
+            return False, False
+        stop, due = self.session.stop(), self.every_s is not None and now - self.saved_at >= self.every_s
+        if self.session.world_size == 1:
+            self.checked_at = now
+            return stop, due
+        per_step = max(now - self.checked_at, 1e-6) / max(step - self.checked_step, 1)
+        interval = min(max(int(AGREE_EVERY_S / per_step), 1), 1000)
+        mine = torch.tensor([float(stop), *((float(due), float(interval)) if self.session.main else (0.0, 0.0))])
+        agreed = self.session.sum(mine).tolist()
+        self.checked_at, self.checked_step, self.next_step = now, step, step + int(agreed[2])
+        return agreed[0] > 0, agreed[1] > 0
+
+
+def plain(
+    run: RunDir,
+    use_gpu: bool | None,
+    stop: Callable[[], bool],
+    on_report: Callable[[dict[str, Any]], None] | None = None,
+) -> Session:
+    """A session in this very process."""
+    cuda = torch.cuda.is_available() and use_gpu is not False
+    return Session(run, torch.device("cuda", 0) if cuda else torch.device("cpu"), stop=stop, on_report=on_report)
+
+
+def ray_worker(run: RunDir, use_gpu: bool) -> Session:
+    """The session of a Ray Train worker."""
+    import ray.train
+    import ray.train.torch
+
+    context = ray.train.get_context()
+    # A GPU that Ray was only told about is not there: compute on the CPU (ray's get_device() would say cuda:0).
+    cuda = use_gpu and torch.cuda.is_available()
+    device = ray.train.torch.get_device() if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    cpus = ray.get_runtime_context().get_assigned_resources().get("CPU", 1)
+    torch.set_num_threads(max(1, int(cpus)))
+    session = Session(
+        run,
+        device,
+        rank=context.get_world_rank(),
+        world_size=context.get_world_size(),
+        local_rank=context.get_local_rank(),
+        node_rank=context.get_node_rank(),
+    )
+    if session.main:
+        session.stop = run.stop_file.exists
+    if session.world_size > 1:
+        session._control = dist.new_group(backend="gloo")
+    return session
+
+
+def describe(session: Session) -> dict[str, Any]:
+    """Where this rank runs, for the run's provenance."""
+    return {
+        "rank": session.rank,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "node_rank": session.node_rank,
+        "local_rank": session.local_rank,
+        "device": str(session.device),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def train(session: Session, config: Config) -> str:
+    """Run the configured recipe on this rank; "finished" or "interrupted"."""
+    with writing(session.run) if session.main else nullcontext():
+        ranks = session.gather(describe(session))
+        if session.main:
+            session.run.write("workers.json", {"world_size": session.world_size, "ranks": ranks})
+        recipe = build("recipe", {"_target_": config.recipe._target_}, config.allowed_targets)
+        return str(recipe.train(session, config)["state"])

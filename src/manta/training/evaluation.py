@@ -1,0 +1,62 @@
+"""Exact evaluation: sums over real samples divided by their count, whatever the number of ranks."""
+
+import math
+
+import torch
+from torch import nn
+
+from manta.config import Config
+from manta.data import Splits
+from manta.data.transforms import build_transforms
+from manta.session import Session
+from manta.training.loader import Loader
+from manta.training.precision import Precision
+from manta.training.sampler import micro_batches
+from manta.training.tasks import Classification
+
+
+def make_loader(session: Session, config: Config, splits: Splits, split: str) -> Loader:
+    """The loader of one split; training batches are augmented, others get `data.transforms.eval`."""
+    data, kind = config.data, "train" if split == "train" else "eval"
+    return Loader(
+        getattr(splits, split),
+        session.device,
+        Precision.make(config.training.precision, session.device).dtype,
+        build_transforms(f"data.transforms.{kind}", getattr(data.transforms, kind), config.allowed_targets),
+        config.seed,
+        data.num_workers,
+        data.prefetch_factor,
+    )
+
+
+class Evaluator:
+    """Metrics of a model on a split; every rank calls it and gets the same numbers."""
+
+    def __init__(self, session: Session, config: Config, splits: Splits, task: Classification) -> None:
+        self.session, self.config, self.splits, self.task = session, config, splits, task
+        self.precision = Precision.make(config.training.precision, session.device)
+        self.loaders: dict[str, Loader] = {}
+
+    @torch.no_grad()
+    def __call__(self, model: nn.Module, split: str) -> dict[str, float]:
+        """E.g. {"val/loss": 0.1, "val/accuracy": 0.9}; model: in eval mode."""
+        session, data = self.session, self.config.data
+        if split not in self.loaders:
+            self.loaders[split] = make_loader(session, self.config, self.splits, split)
+        size = len(getattr(self.splits, split))
+        batch = data.eval_batch_size or data.micro_batch_size or math.ceil(data.batch_size / session.world_size)
+        micros = micro_batches(torch.arange(size), session.rank, session.world_size, batch)
+        micros = micros[: self.config.training.limit_eval_batches]
+        sums = torch.zeros(len(self.task.metrics) + 1, dtype=torch.float64, device=session.device)
+        batches = self.loaders[split].batches(micro.indices for micro in micros)
+        for micro, (inputs, targets) in zip(micros, batches, strict=True):
+            with self.precision.context():
+                logits = model(inputs)
+            if micro.real:
+                sums[:-1] += self.task.totals(logits, targets)
+                sums[-1] += len(targets)
+        *totals, count = session.sum(sums).tolist()
+        return {
+            f"{split}/{name}": total / count if count else math.nan
+            for name, total in zip(self.task.metrics, totals, strict=True)
+        }

@@ -1,0 +1,224 @@
+"""The learner: a model, its optimizer, and all else that changes with an optimizer step."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from manta.config import Config
+from manta.errors import FAILED, MantaError
+from manta.session import Session
+from manta.targets import build
+from manta.training.ema import Ema
+from manta.training.parallel import bare, gradient_sync, load_model, load_optimizer, parallelise, whole
+from manta.training.precision import Precision
+from manta.training.tasks import Classification
+
+MicroBatch = tuple[Tensor, Tensor, bool]
+"""inputs (n, *input_shape), targets (n,), and whether its samples count."""
+
+
+def build_model(config: Config) -> nn.Module:
+    """The configured model, its weights drawn from torch's global generator."""
+    model = build("model", config.model, config.allowed_targets)
+    if not isinstance(model, nn.Module):
+        raise MantaError(
+            f"model._target_={config.model['_target_']} made a {type(model).__name__}, not a torch.nn.Module."
+        )
+    return model
+
+
+def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = build("optimizer", config.optimizer, config.allowed_targets, parameters)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise MantaError(f"optimizer._target_={config.optimizer['_target_']} is not a torch.optim.Optimizer.")
+    return optimizer
+
+
+def build_scheduler(
+    config: Config, optimizer: torch.optim.Optimizer, total: dict[str, int]
+) -> torch.optim.lr_scheduler.LRScheduler:
+    """The configured schedule; total: the training's length in each unit."""
+    spec = {key: value for key, value in config.scheduler.items() if key != "unit"}
+    length = total[config.scheduler["unit"]]
+    scheduler = build("scheduler", spec, config.allowed_targets, optimizer, total=length, mode=config.objective.mode)
+    if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
+        raise MantaError(f"scheduler._target_={spec['_target_']} is not a torch.optim.lr_scheduler.LRScheduler.")
+    return scheduler
+
+
+def load_weights(model: nn.Module, state: dict[str, Any]) -> None:
+    """Load the weights that are judged: averaged ones if the learner's state has them.
+
+    Raises:
+        MantaError: they are of another architecture.
+    """
+    try:
+        load_model(model, {**state["model"], **(state["ema"] or {})})
+    except RuntimeError as error:
+        raise MantaError(f"The checkpoint does not fit this model: {error}") from error
+
+
+class Learner:
+    """Everything one optimizer step touches, on one rank.
+
+    Args:
+        total: the training's length in each unit of a schedule (step, epoch, validation).
+    """
+
+    def __init__(self, session: Session, config: Config, total: dict[str, int]) -> None:
+        self.session, self.config = session, config
+        self.precision = Precision.make(config.training.precision, session.device)
+        self.task = Classification(config.training.label_smoothing)
+        model = build_model(config).to(session.device, self.precision.dtype)
+        if config.training.compile:
+            model.compile()
+        self.model = parallelise(model, session, config.scaling.strategy)
+        self.sharded = any(isinstance(p, DTensor) for p in self.model.parameters())
+        self.optimizer = build_optimizer(config, self.model)
+        self.scheduler = build_scheduler(config, self.optimizer, total)
+        self.scaler = self.precision.scaler()
+        self.ema = Ema(bare(self.model), config.training.ema.decay) if config.training.ema.enabled else None
+        self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    # --- one optimizer step --------------------------------------------------------------------------------------
+
+    def step(self, step: int, size: int, micros: list[MicroBatch]) -> Tensor:
+        """One optimizer step on this rank's share of a global batch.
+
+        Gradients are those of the mean loss over all `size` samples of the global batch, however they are shared
+        out over ranks and micro-batches. Returns this rank's summed loss, a float64 scalar on the device.
+
+        Raises:
+            MantaError: the loss or the gradient is not finite; the weights are untouched.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self.session.device)
+        # DDP and FSDP2 average over ranks; the mean over samples needs the sum.
+        factor = self.session.world_size / size
+        for index, (inputs, targets, real) in enumerate(micros):
+            with gradient_sync(self.model, index == len(micros) - 1):
+                with self.precision.context():
+                    losses = self.task.losses(self.model(inputs), targets)
+                self.scaler.scale(losses.sum() * (factor if real else 0.0)).backward()
+            if real:
+                total += losses.detach().sum(dtype=torch.float64)
+        self._use_gradients(step, total)
+        return total
+
+    def _use_gradients(self, step: int, loss: Tensor) -> None:
+        clip = self.config.training.grad_clip_norm
+        if clip is not None:
+            self.scaler.unscale_(self.optimizer)
+        if clip is not None or self.config.training.nonfinite_guard:
+            gradients = [p.grad for p in self.parameters if p.grad is not None]
+            norm = torch.nn.utils.get_total_norm(gradients)
+            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            self._guard(step, loss, norm)
+            if clip is not None:
+                torch.nn.utils.clip_grads_with_norm_(self.parameters, clip, norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.ema is not None:
+            self.ema.update(step)
+
+    def _guard(self, step: int, loss: Tensor, norm: Tensor) -> None:
+        # An infinite gradient is how fp16 loss scaling finds its scale; only the loss tells there.
+        watched = loss if self.scaler.is_enabled() else loss + norm
+        if not self.config.training.nonfinite_guard or math.isfinite(watched.item()):
+            return
+        what = f"the gradient norm is {norm.item()}"
+        if not math.isfinite(loss.item()):
+            what = f"the loss is {loss.item()}"
+        raise MantaError(
+            f"Training diverged: {what} at step {step} on rank {self.session.rank}. Nothing was overwritten. "
+            f"Try a lower optimizer.lr (now {self.optimizer.param_groups[0]['lr']:.3g}) or training.grad_clip_norm=1.0, "
+            f"then continue from the last checkpoint: python train.py resume={self.session.run} optimizer.lr=...",
+            code=FAILED,
+        )
+
+    # --- schedule ------------------------------------------------------------------------------------------------
+
+    def schedule(self, unit: str, value: float | None = None) -> None:
+        """Advance the learning rate if the schedule counts in `unit`; value: the objective, at a validation."""
+        if self.config.scheduler["unit"] != unit:
+            return
+        if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            assert value is not None
+            self.scheduler.step(value)
+        else:
+            self.scheduler.step()
+
+    @property
+    def lr(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    # --- evaluation ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def evaluating(self) -> Iterator[nn.Module]:
+        """The model as it is judged: in eval mode, with averaged weights if EMA is on."""
+        model = self.model if self.sharded else bare(self.model)
+        model.eval()
+        try:
+            if self.ema is None:
+                yield model
+            else:
+                with self.ema.applied():
+                    yield model
+        finally:
+            model.train()
+
+    # --- checkpoint ----------------------------------------------------------------------------------------------
+
+    def _trained(self) -> list[str]:
+        return [name for name, p in bare(self.model).named_parameters() if p.requires_grad]
+
+    def state(self) -> dict[str, Any]:
+        """Everything, unsharded, in host memory. Sharded: every rank calls it; else only rank 0 need."""
+        return {
+            "model": whole(bare(self.model).state_dict()),
+            "ema": None if self.ema is None else dict(zip(self._trained(), whole(self.ema.average), strict=True)),
+            "optimizer": whole(self.optimizer.state_dict()),
+            "optimizer_config": self.config.optimizer,
+            "scheduler": whole(self.scheduler.state_dict()),
+            "scaler": self.scaler.state_dict(),
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue from a state.
+
+        Raises:
+            MantaError: it is of another architecture.
+        """
+        if self.ema is not None:
+            load_weights(self.model, state)
+            self.ema.adopt()
+        try:
+            load_model(self.model, state["model"])
+            load_optimizer(self.optimizer, state["optimizer"])
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise MantaError(f"The checkpoint does not fit this model and optimizer: {error}") from error
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.scaler.load_state_dict(state["scaler"])
+        self._apply_changes(state["optimizer_config"])
+
+    def _apply_changes(self, before: dict[str, Any]) -> None:
+        """Optimizer settings changed on the command line of a resume win over the checkpoint's."""
+        changed = {key: value for key, value in self.config.optimizer.items() if before.get(key) != value}
+        for group in self.optimizer.param_groups:
+            group.update({key: value for key, value in changed.items() if key in group})
+            if "lr" in changed:
+                group["initial_lr"] = changed["lr"]
+        if "lr" in changed and hasattr(self.scheduler, "base_lrs"):
+            self.scheduler.base_lrs = [changed["lr"]] * len(self.scheduler.base_lrs)
+        if isinstance(self.scheduler, torch.optim.lr_scheduler.LambdaLR):
+            # A run made longer has another schedule: its lr here, not the old schedule's.
+            rates = zip(self.scheduler.base_lrs, self.scheduler.lr_lambdas, strict=True)
+            for group, (base, factor) in zip(self.optimizer.param_groups, rates, strict=True):
+                group["lr"] = base * factor(self.scheduler.last_epoch)

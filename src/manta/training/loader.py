@@ -1,0 +1,93 @@
+"""From indices to batches on the device: by indexing tensors, or through DataLoader workers."""
+
+import random
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from manta.data import AnySet, BatchTransform, TensorSet
+from manta.training.sampler import mix
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Loader:
+    """Serves (inputs, targets) on `device` for each index tensor it is asked for, in order.
+
+    A TensorSet is moved to the device once. Any other data set is read by `num_workers` processes which stay alive
+    between epochs; each sample is drawn with generators seeded by (seed, epoch, index), so random augmentation
+    does not depend on the number of workers or on where a run was resumed.
+    """
+
+    def __init__(
+        self,
+        dataset: AnySet,
+        device: torch.device,
+        dtype: torch.dtype,
+        transform: BatchTransform | None = None,
+        seed: int = 0,
+        num_workers: int = 0,
+        prefetch_factor: int = 4,
+    ) -> None:
+        self.device, self.dtype, self.transform = device, dtype, transform
+        self.tensors = dataset.to(device) if isinstance(dataset, TensorSet) else None
+        if not isinstance(dataset, TensorSet):
+            self.plan = _Plan()
+            self.workers: DataLoader[Any] = DataLoader(
+                _SeededSamples(dataset, seed),
+                batch_sampler=self.plan,
+                num_workers=num_workers,
+                pin_memory=device.type == "cuda",
+                persistent_workers=num_workers > 0,
+                prefetch_factor=prefetch_factor if num_workers else None,
+            )
+
+    def batches(self, indices: Iterable[Tensor], epoch: int = 0) -> Iterator[Batch]:
+        """(inputs, targets) for each (n,) int64 index tensor; inputs floating point, (n, *input_shape)."""
+        if self.tensors is not None:
+            for chunk in indices:
+                yield self._finish(*self.tensors.batch(chunk))
+            return
+        self.plan.chunks = (list(zip([epoch] * len(chunk), chunk.tolist(), strict=True)) for chunk in indices)
+        for inputs, targets in self.workers:
+            yield self._finish(inputs.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True))
+
+    def _finish(self, inputs: Tensor, targets: Tensor) -> Batch:
+        if self.transform is not None:
+            inputs = self.transform(inputs)
+        return (inputs if inputs.dtype == self.dtype else inputs.to(self.dtype)), targets
+
+
+class _Plan:
+    """The batch sampler of a DataLoader whose workers outlive an epoch."""
+
+    def __init__(self) -> None:
+        self.chunks: Iterable[list[tuple[int, int]]] = ()
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        return iter(self.chunks)
+
+
+class _SeededSamples(Dataset[Any]):
+    """Reads sample (epoch, index) with every global generator seeded by (seed, epoch, index)."""
+
+    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
+
+    def __getitem__(self, key: tuple[int, int]) -> Any:
+        epoch, index = key
+        kept = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        seed = mix(self.seed, epoch, index)
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        try:
+            return self.dataset[index]
+        finally:
+            random.setstate(kept[0])
+            np.random.set_state(kept[1])
+            torch.set_rng_state(kept[2])

@@ -1,0 +1,230 @@
+"""What the user sees: the plan, live progress, the result; and train.log, which gets all of it as plain text.
+
+On a terminal there is one live line below the lines printed so far; elsewhere one line an epoch. Both are drawn from
+the run's reports alone. Everything else that any process prints goes to train.log; what the researcher's own code
+prints is also shown.
+"""
+
+import io
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from manta.config import Config
+
+Rows = list[tuple[str, str]]
+
+
+def table(title: str, rows: Rows) -> Text:
+    """Two columns, what and value; values are never broken, so that commands can be copied."""
+    width = max(len(what) for what, _ in rows) + 2
+    text = Text(title, style="bold")
+    for what, value in rows:
+        text.append(f"\n{what:<{width}}", style="not bold cyan").append(value, style="not bold")
+    return text
+
+
+def number(value: float | None) -> str:
+    """Four significant digits, as people read metrics."""
+    return "-" if value is None else f"{value:.4g}" if abs(value) < 1e-3 or abs(value) >= 1e4 else f"{value:.4f}"
+
+
+class View:
+    """The terminal of one command."""
+
+    def __init__(self) -> None:
+        self.terminal = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        self.log: Console | None = None
+        self._log_file: IO[str] | None = None
+        self._aside: IO[str] | None = None
+        self._live: Progress | None = None
+        self._task: TaskID | None = None
+        self._lock = threading.RLock()
+        self._objective = ""
+        self._latest: dict[str, Any] = {}
+        self._last_step = -1
+
+    # --- lines ---------------------------------------------------------------------------------------------------
+
+    def say(self, what: RenderableType, style: str | None = None) -> None:
+        """Show a line or a table, and log it."""
+        with self._lock:
+            self.terminal.print(what, style=style, markup=False)
+            if self.log is not None:
+                self.log.print(what, markup=False)
+
+    def note(self, text: str) -> None:
+        """Log text without showing it."""
+        with self._lock:
+            if self._log_file is not None and text:
+                self._log_file.write(text.rstrip("\n") + "\n")
+                self._log_file.flush()
+
+    def open_log(self, path: Path) -> None:
+        self._log_file = open(path, "a", buffering=1)
+        if self._aside is not None:
+            self._redirect(self._log_file)
+            self._aside.seek(0)
+            self.note(self._aside.read())
+        self.log = Console(file=self._log_file, width=120, highlight=False, no_color=True, soft_wrap=True)
+
+    # --- progress ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def progress(self, config: Config) -> Iterator[None]:
+        """Inside, `update` draws the reports it is given."""
+        self._objective, self._last_step = config.objective.metric, -1
+        if self.terminal.is_terminal:
+            self._live = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=24),
+                TextColumn("{task.completed}/{task.total}"),
+                TextColumn("{task.fields[numbers]}"),
+                TimeRemainingColumn(compact=True),
+                console=self.terminal,
+                refresh_per_second=4,
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+            self._task = self._live.add_task("starting", total=None, numbers="")
+            self._live.start()
+        try:
+            yield
+        finally:
+            self.pause()
+
+    def pause(self) -> None:
+        """Take the live line away (for the end, or for a debugger)."""
+        with self._lock:
+            if self._live is not None:
+                self._live.stop()
+                self._live = None
+
+    def update(self, line: dict[str, Any]) -> None:
+        """Draw one report."""
+        with self._lock:
+            if line["step"] < self._last_step:
+                self._latest = {}
+            self._last_step = line["step"]
+            self._latest.update(line)
+            if any(key.startswith("val/") for key in line):
+                self.say(self._epoch_line(line))
+            if self._live is not None and self._task is not None:
+                shown = self._latest
+                parts = [f"loss {number(shown['train/loss'])}"] if "train/loss" in shown else []
+                if self._objective in shown:
+                    parts.append(f"{self._objective} {number(shown[self._objective])}")
+                if "train/lr" in shown:
+                    parts.append(f"lr {shown['train/lr']:.2e}")
+                parts.append(f"{shown.get('samples_per_s', 0):,.0f} samples/s")
+                self._live.update(
+                    self._task, completed=line["step"], description=f"epoch {line['epoch']}", numbers="  ".join(parts)
+                )
+
+    @staticmethod
+    def _epoch_line(line: dict[str, Any]) -> str:
+        metrics = "  ".join(
+            f"{key} {number(value)}"
+            for key, value in line.items()
+            if key not in ("step", "epoch", "time", "samples_per_s") and not key.endswith("/lr")
+        )
+        return f"epoch {line['epoch']:>3}  step {line['step']:>6}  {metrics}  {line['samples_per_s']:,.0f} samples/s"
+
+    # --- streams -------------------------------------------------------------------------------------------------
+
+    def user_line(self, text: str) -> None:
+        """A line the researcher's own code printed: shown above the live line, and logged."""
+        with self._lock:
+            self.terminal.print(text, markup=False, soft_wrap=True)
+            self.note(text)
+
+    @contextmanager
+    def capture_prints(self) -> Iterator[None]:
+        """This process's prints also go to train.log, and above the live line (training in this process)."""
+        real_out, real_err, real_hook = sys.stdout, sys.stderr, sys.breakpointhook
+        self.terminal.file = real_out
+
+        def hook(*args: Any, **kwargs: Any) -> Any:
+            # A debugger wants the terminal for itself.
+            self.pause()
+            sys.stdout, sys.stderr = real_out, real_err
+            sys.breakpointhook = real_hook
+            import pdb
+
+            frame = sys._getframe(1)
+            if os.environ.get("PYTHONBREAKPOINT") or real_hook is not sys.__breakpointhook__:
+                return real_hook(*args, **kwargs)
+            pdb.Pdb(nosigint=True).set_trace(frame)
+            return None
+
+        sys.stdout, sys.stderr, sys.breakpointhook = _Lines(self, real_out), _Lines(self, real_err), hook
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr, sys.breakpointhook = real_out, real_err, real_hook
+
+    @contextmanager
+    def capture_descriptors(self) -> Iterator[None]:
+        """Whatever this process or its libraries write to stdout or stderr goes to train.log only (Ray's chatter).
+
+        Until there is a log (Ray starts before a run has a directory) it is kept aside.
+        """
+        sys.stdout.flush()
+        sys.stderr.flush()
+        kept = os.dup(1), os.dup(2)
+        before = self.terminal.file
+        with os.fdopen(os.dup(kept[0]), "w", buffering=1) as terminal, tempfile.TemporaryFile("w+") as aside:
+            self._aside, self.terminal.file = aside, terminal
+            self._redirect(self._log_file or aside)
+            try:
+                yield
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                for descriptor, real in enumerate(kept, start=1):
+                    os.dup2(real, descriptor)
+                    os.close(real)
+                self._aside, self.terminal.file = None, before
+
+    @staticmethod
+    def _redirect(file: IO[str]) -> None:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+
+    def close(self) -> None:
+        self.pause()
+        if self._log_file is not None:
+            self._log_file.close()
+            self._log_file = self.log = None
+
+
+class _Lines(io.TextIOBase):
+    """A stdout that hands whole lines to the view."""
+
+    def __init__(self, view: View, real: IO[str]) -> None:
+        self.view, self.real, self.partial = view, real, ""
+
+    def write(self, text: str) -> int:
+        *lines, self.partial = (self.partial + text).split("\n")
+        for line in lines:
+            self.view.user_line(line)
+        return len(text)
+
+    def flush(self) -> None:
+        self.real.flush()
+
+    def isatty(self) -> bool:
+        return self.real.isatty()
+
+    def fileno(self) -> int:
+        return self.real.fileno()

@@ -1,0 +1,91 @@
+"""What tests share: runs through the real entry, in this process or as a command, and one Ray for all of them."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+
+from manta.checks import check
+from manta.config import Config, from_hydra, register
+from manta.launch import launch
+from manta.runs import RunDir, read_lines
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def make_config(*overrides: str) -> Config:
+    """The configuration that `python train.py <overrides>` would run."""
+    register()
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = from_hydra(compose("config", list(overrides)))
+    check(config)
+    return config
+
+
+class Lab:
+    """Runs experiments with their results under one temporary folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def run(self, *overrides: str) -> RunDir:
+        """Train in this process (Ray workers if asked for) and expect success."""
+        before = set(self.folder.glob("????-??-??/*"))
+        config = make_config(f"storage.path={self.folder}", *overrides)
+        assert launch(config, list(overrides)) == 0
+        (made,) = set(self.folder.glob("????-??-??/*")) - before
+        return RunDir(made)
+
+    def command(self, *arguments: str, script: str = "train.py", **options: Any) -> "subprocess.CompletedProcess[str]":
+        """Run a script of the project to its end as a user would."""
+        return subprocess.run(
+            [sys.executable, str(ROOT / script), f"storage.path={self.folder}", *arguments],
+            capture_output=True, text=True, timeout=240, check=False, cwd=self.folder, **options,
+        )  # fmt: skip
+
+    def start(self, *arguments: str, **options: Any) -> "subprocess.Popen[str]":
+        """Start train.py and return at once."""
+        return subprocess.Popen(
+            [sys.executable, str(ROOT / "train.py"), f"storage.path={self.folder}", *arguments],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=self.folder, **options,
+        )  # fmt: skip
+
+    @property
+    def latest(self) -> RunDir:
+        return RunDir((self.folder / "latest").resolve())
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Lab:
+    return Lab(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """One Ray for every test that runs workers from this process; 4 CPUs and 2 GPUs are declared."""
+    from manta.cluster import connect
+    from manta.config import Cluster
+
+    with connect(Cluster(kind="local", num_cpus=4, num_gpus=2)):
+        yield
+
+
+def history(run: RunDir, *without: str) -> list[dict[str, Any]]:
+    """metrics.jsonl without the keys that are times."""
+    dropped = {"time", "samples_per_s", *without}
+    return [{k: v for k, v in line.items() if k not in dropped} for line in read_lines(run.metrics)]
+
+
+def summary(run: RunDir) -> dict[str, Any]:
+    return json.loads((run.path / "summary.json").read_text())
+
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
