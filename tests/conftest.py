@@ -1,7 +1,10 @@
 """What tests share: runs through the real entry, in this process or as a command, and one Ray for all of them."""
 
-import json
 import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: threads that spin make small tests slow on a busy machine
+
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +18,7 @@ from hydra.core.global_hydra import GlobalHydra
 from manta.checks import check
 from manta.config import Config, from_hydra, register
 from manta.launch import launch
+from manta.resume import restore
 from manta.runs import RunDir, read_lines
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,12 +26,19 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def make_config(*overrides: str) -> Config:
     """The configuration that `python train.py <overrides>` would run."""
+    return compose_run(*overrides)[0]
+
+
+def compose_run(*overrides: str) -> tuple[Config, RunDir | None]:
+    """The configuration, and the run that `resume=` continues with it."""
     register()
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = from_hydra(compose("config", list(overrides)))
+        cfg = compose("config", list(overrides))
+        cfg, previous = restore(cfg, list(overrides)) if cfg.resume else (cfg, None)
+        config = from_hydra(cfg)
     check(config)
-    return config
+    return config, previous
 
 
 class Lab:
@@ -39,10 +50,14 @@ class Lab:
     def run(self, *overrides: str) -> RunDir:
         """Train in this process (Ray workers if asked for) and expect success."""
         before = set(self.folder.glob("????-??-??/*"))
-        config = make_config(f"storage.path={self.folder}", *overrides)
-        assert launch(config, list(overrides)) == 0
+        assert self.launch(*overrides) == 0
         (made,) = set(self.folder.glob("????-??-??/*")) - before
         return RunDir(made)
+
+    def launch(self, *overrides: str) -> int:
+        """What `python train.py` does after Hydra; the exit code, or the error raised."""
+        config, previous = compose_run(f"storage.path={self.folder}", *overrides)
+        return launch(config, list(overrides), previous)
 
     def command(self, *arguments: str, script: str = "train.py", **options: Any) -> "subprocess.CompletedProcess[str]":
         """Run a script of the project to its end as a user would."""
@@ -86,6 +101,3 @@ def history(run: RunDir, *without: str) -> list[dict[str, Any]]:
 
 def summary(run: RunDir) -> dict[str, Any]:
     return json.loads((run.path / "summary.json").read_text())
-
-
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -1,0 +1,50 @@
+"""Batch transforms that break things on purpose, named by a test's `data.transforms.train`."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+class Slow:
+    """Each training batch takes a little while, so that a test can act in the middle of a run."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __call__(self, batch: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        return batch
+
+
+class KillAt:
+    """SIGKILL this process (or the one whose pid is in `pid_file`) at its `call`-th training batch, once."""
+
+    def __init__(self, call: int, marker: str, rank: int = 0, pid_file: str = "") -> None:
+        self.call, self.marker, self.rank, self.pid_file, self.calls = call, Path(marker), rank, pid_file, 0
+
+    def __call__(self, batch: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == self.call and _rank() == self.rank and not self.marker.exists():
+            self.marker.touch()
+            os.kill(int(Path(self.pid_file).read_text()) if self.pid_file else os.getpid(), signal.SIGKILL)
+            time.sleep(60)  # the driver's death ends this process too
+        return batch
+
+
+class PoisonAt:
+    """NaN in the `call`-th training batch of one rank."""
+
+    def __init__(self, call: int, rank: int = 0) -> None:
+        self.call, self.rank, self.calls = call, rank, 0
+
+    def __call__(self, batch: Tensor) -> Tensor:
+        self.calls += 1
+        return batch * float("nan") if self.calls == self.call and _rank() == self.rank else batch

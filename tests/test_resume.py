@@ -1,0 +1,153 @@
+"""Invariant 2: a run killed at any moment and resumed ends bit for bit like one that was never interrupted."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from manta.errors import MantaError
+from manta.runs import RunDir, is_locked
+from manta.training.checkpoint import find_checkpoint, load_checkpoint
+from tests.conftest import Lab, history, summary
+
+# 29 steps an epoch, the last one uneven; everything that has a state is on. Killed in the second epoch after step 37.
+SETTINGS = (
+    "model=mlp", "model.dropout=0.2", "data.batch_size=50", "optimizer=sgd", "optimizer.momentum=0.9", "optimizer.lr=0.02",
+    "scheduler=cosine", "training.epochs=4", "training.ema.enabled=true", "training.log_every_n_steps=3",
+    "training.early_stopping.patience=3", "training.checkpoint.every_n_steps=5", "allowed_targets=[manta,torch,tests]",
+)  # fmt: skip
+
+
+def kill_at(call: int, marker: Path, **arguments: object) -> str:
+    """The override that kills a process at its `call`-th training batch."""
+    settings = {"_target_": "tests.faults.KillAt", "call": call, "marker": str(marker), **arguments}
+    return "data.transforms.train=[{" + ",".join(f"{key}: '{value}'" if isinstance(value, str) else f"{key}: {value}" for key, value in settings.items()) + "}]"
+
+
+def assert_identical(run: RunDir, reference: RunDir) -> None:
+    assert history(run) == history(reference)
+    for name in ("last", "best"):
+        mine, theirs = find_checkpoint(run.checkpoints, name), find_checkpoint(reference.checkpoints, name)
+        assert mine is not None
+        assert theirs is not None
+        assert mine.name == theirs.name
+        for part in ("model", "ema"):
+            expected = load_checkpoint(theirs)[0]["learner"][part]
+            for key, tensor in load_checkpoint(mine)[0]["learner"][part].items():
+                assert torch.equal(tensor, expected[key]), f"{name}: {key}"
+    assert {k: v for k, v in summary(run).items() if k in ("best", "objective", "test", "state")} == {
+        k: v for k, v in summary(reference).items() if k in ("best", "objective", "test", "state")
+    }
+
+
+def never(lab: Lab) -> str:
+    """The same transform that never fires, so that configurations are alike."""
+    return kill_at(10**9, lab.folder / "never")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, RunDir]:
+    """A never interrupted run by number of workers; 1 worker computes what no worker does."""
+    lab = Lab(tmp_path_factory.mktemp("undisturbed"))
+    return {0: lab.run("scaling=in_process", never(lab), *SETTINGS)}
+
+
+@pytest.fixture(scope="module")
+def undisturbed_on_two(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> RunDir:
+    lab = Lab(tmp_path_factory.mktemp("undisturbed"))
+    return lab.run("scaling=cpu", *RESOURCES, never(lab), *SETTINGS)
+
+
+RESOURCES = ("scaling.resources_per_worker={CPU: 1}",)
+
+
+@pytest.mark.parametrize("call", [38, 58, 59, 86])
+def test_killed_in_process(lab: Lab, undisturbed: dict[int, RunDir], call: int) -> None:
+    """In mid-epoch, in the last step of an epoch, in the first of the next, and near the end."""
+    marker = lab.folder / "fired"
+    killed = lab.command("scaling=in_process", kill_at(call, marker), *SETTINGS)
+    assert killed.returncode == -signal.SIGKILL
+    assert marker.exists()
+    assert json.loads((lab.latest.path / "status.json").read_text())["state"] == "running"
+    assert lab.launch("resume=latest") == 0
+    assert_identical(lab.latest, undisturbed[0])
+    status = lab.latest.read("status.json")
+    assert (status["state"], status["attempts"]) == ("finished", 2)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_killed_single_worker(lab: Lab, undisturbed: dict[int, RunDir]) -> None:
+    """One worker dies; the run fails, says how to resume, and resumes."""
+    with pytest.raises(MantaError, match="resume=") as failed:
+        lab.launch("scaling=cpu", "scaling.num_workers=1", *RESOURCES, kill_at(38, lab.folder / "fired"), *SETTINGS)
+    assert failed.value.code == 1
+    assert lab.latest.read("status.json")["state"] == "failed"
+    assert lab.launch("resume=latest") == 0
+    assert_identical(lab.latest, undisturbed[0])
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_killed_worker_is_replaced(lab: Lab, undisturbed_on_two: RunDir) -> None:
+    """One of two workers dies and scaling.max_failures allows another try: the same launch goes on by itself."""
+    kill = kill_at(38, lab.folder / "fired", rank=1)
+    run = lab.run("scaling=cpu", "scaling.max_failures=1", *RESOURCES, kill, *SETTINGS)
+    assert (lab.folder / "fired").exists()
+    assert_identical(run, undisturbed_on_two)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_killed_driver(lab: Lab, request: pytest.FixtureRequest, workers: int) -> None:
+    """The driver dies, its Ray with it; nobody writes on, and a resume continues."""
+    pid_file = lab.folder / "pid"
+    kill = kill_at(38, lab.folder / "fired", pid_file=str(pid_file))
+    process = lab.start("scaling=cpu", f"scaling.num_workers={workers}", *RESOURCES, kill, *SETTINGS)
+    pid_file.write_text(str(process.pid))
+    process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGKILL
+    reference = request.getfixturevalue("undisturbed_on_two") if workers == 2 else request.getfixturevalue("undisturbed")[0]
+    request.getfixturevalue("ray_cluster")
+    assert lab.launch("resume=latest") == 0
+    assert not is_locked(lab.latest)
+    assert_identical(lab.latest, reference)
+
+
+def test_a_fresh_run_never_continues_another(lab: Lab) -> None:
+    settings = ("scaling=in_process", "training.epochs=1", "training.test=false")
+    first, second = lab.run(*settings), lab.run(*settings)
+    assert first.path != second.path
+    assert history(first) == history(second)
+    assert history(second)[0]["step"] == 10
+
+
+def test_finished_runs_say_so_and_can_be_extended(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
+    run = lab.run("scaling=in_process", "scheduler=constant", "training.epochs=2")
+    before = history(run)
+    assert lab.launch("resume=latest") == 0
+    assert "is finished" in capsys.readouterr().out
+    assert lab.launch("resume=latest", "training.epochs=4") == 0
+    assert history(run)[: len(before)] == before
+    assert summary(run)["epoch"] == 4
+    assert (run.path / "overrides.txt").read_text().splitlines()[-1] == "resume=latest training.epochs=4"
+    # With a schedule that does not depend on the length, longer is the same as long from the start.
+    whole = lab.run("scaling=in_process", "scheduler=constant", "training.epochs=4")
+    assert history(run) == history(whole)
+
+
+def test_optimizer_settings_changed_on_resume_are_used(lab: Lab) -> None:
+    run = lab.run("scaling=in_process", "scheduler=constant", "training.epochs=1")
+    assert lab.launch("resume=latest", "training.epochs=2", "optimizer.lr=0.00025") == 0
+    rates = [line["train/lr"] for line in history(run) if "train/lr" in line]
+    assert rates == [0.001, 0.001, 0.00025, 0.00025]
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_resumed_on_another_number_of_workers(lab: Lab) -> None:
+    """Allowed; without dropout the result agrees to rounding."""
+    settings = ("data.batch_size=50", "training.precision=fp64", "training.log_every_n_steps=3", "training.epochs=3")
+    whole = lab.run("scaling=in_process", *settings)
+    lab.run("scaling=cpu", *RESOURCES, *settings, "training.max_steps=40", "scheduler.total=87")
+    assert lab.launch("resume=latest", "training.max_steps=null", "scaling=in_process") == 0
+    losses = [[line["train/loss"] for line in history(run) if "train/loss" in line] for run in (lab.latest, whole)]
+    assert losses[0] == pytest.approx(losses[1], rel=0, abs=1e-9)
