@@ -227,15 +227,14 @@ def resources(config: Config) -> Iterator[str]:
     """What each worker gets is written in Ray's words."""
     use_gpu, key = config.scaling.use_gpu, "scaling.resources_per_worker"
     given = {name: amount for name, amount in config.scaling.resources_per_worker.items() if amount is not None}
-    if not all(amount >= 0 for amount in given.values()):
-        yield f"{key}={_typed(given)} must be amounts >= 0 by name, e.g. '{key}={{CPU: 4, GPU: 1}}'."
-        return
     for name, amount in given.items():
-        in_ray = str(name).upper().rstrip("S")
+        in_ray = name.upper().rstrip("S")
+        if amount < 0:
+            yield f"{key}.{name}={amount:g} must be null or >= 0."
         if name != in_ray and in_ray in ("CPU", "GPU"):
-            yield f"{key}.{name}={amount} is {in_ray} in Ray's words: '{key}={{{in_ray}: {amount}}}'."
+            yield f"{key}.{name}={amount:g} is {in_ray} in Ray's words: {key}.{in_ray}={amount:g}."
     if use_gpu is not None and "GPU" in given and use_gpu != (given["GPU"] > 0):
-        yield f"scaling.use_gpu={_typed(use_gpu)} contradicts {key}.GPU={given['GPU']}. Leave one of them null."
+        yield f"scaling.use_gpu={_typed(use_gpu)} contradicts {key}.GPU={given['GPU']:g}. Leave one of them null."
 
 
 def half_precision(config: Config) -> Iterator[str]:

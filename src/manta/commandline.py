@@ -10,7 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from yaml import MarkedYAMLError
 
 from manta.config import Config
@@ -92,7 +92,7 @@ def explain(error: Exception, arguments: Sequence[str], conf: Path) -> MantaErro
         culprit = next((o for o in overrides if _is_unknown(o, known)), None)
     if isinstance(error, MissingConfigException):
         return MantaError(_no_such_file(error, culprit, arguments, known))
-    if culprit is None:
+    if culprit is None or (re.match("In '", text) and "full_key" in text):
         return MantaError(_in_a_file(text, known))
     line = culprit.input_line or ""
     if "requires --multirun" in text or "Ambiguous value" in text:
@@ -102,20 +102,23 @@ def explain(error: Exception, arguments: Sequence[str], conf: Path) -> MantaErro
     if "An item is already at" in text:
         return MantaError(f"{line}: it exists, so leave out the +.{_try(arguments, line, line.lstrip('+'))}")
     if isinstance(cause, OmegaConfBaseException):
-        return MantaError(_wrong_value(culprit, cause))
+        return MantaError(_wrong_value(culprit, cause, known))
     return MantaError(f"{line}: {_in_one_line(text)}")
 
 
 def _is_unknown(override: Override, known: Known) -> bool:
     """Whether an override sets something that does not exist."""
     key = override.key_or_group
-    return override.package is None and key not in known.keys and key not in known.groups
+    elsewhere = override.package is not None or key.startswith("hydra")
+    return not elsewhere and key not in known.keys and key not in known.groups
 
 
 def _mentions(text: str, override: Override) -> bool:
     """Whether an error is about this override."""
-    signs = (f"'{override.key_or_group}'", f"'{override.key_or_group}/", str(override.input_line))
-    return any(sign in text for sign in signs)
+    key = override.key_or_group + (f"@{override.package}" if override.package else "")
+    line = override.input_line
+    first = text.partition("\n")[0]
+    return any(sign in text for sign in (f"'{key}'", f"'{key}/", f"'{line}'")) or first.endswith(f" override {line}")
 
 
 def _known(conf: Path, overrides: Sequence[Override]) -> Known:
@@ -149,7 +152,7 @@ def _unknown(culprit: Override, arguments: Sequence[str], known: Known) -> str:
         message += f". Set {whole} as a whole: {whole}=..."
     elif found is None:
         siblings = [name.partition(".")[2] for name in known.keys if name.rpartition(".")[0] == group]
-        message += f". {group} has {', '.join(siblings)}." if siblings else f". {_where_listed(key)}"
+        message += f". {group} has {', '.join(siblings)}." if siblings else f". {LIST_SETTINGS}"
     elif found in known.groups and value not in known.groups[found]:
         option = nearest(value, known.groups[found])
         message += f": did you mean {found}={option or '...'}? Options of {found}: {', '.join(known.groups[found])}."
@@ -161,11 +164,6 @@ def _unknown(culprit: Override, arguments: Sequence[str], known: Known) -> str:
     return message
 
 
-def _where_listed(key: str) -> str:
-    """Where to look when nothing is near."""
-    return "`python train.py --cfg hydra` lists Hydra's settings." if key.startswith("hydra.") else LIST_SETTINGS
-
-
 def _no_such_file(
     error: MissingConfigException, culprit: Override | None, arguments: Sequence[str], known: Known
 ) -> str:
@@ -175,14 +173,13 @@ def _no_such_file(
     options = known.groups.get(group, list(error.options or ()))
     if not options:
         return f"{missing}.yaml is not in conf/. {LIST_SETTINGS}"
-    where = re.match(r"In '(.+?)'", str(error))
-    where_text = f" (named in conf/{where[1]}.yaml)" if where and where[1] != "config" else ""
-    message = f"{group}={option}{where_text} does not exist. Options of {group}: {', '.join(options)}."
+    message = f"{group}={option} does not exist. Options of {group}: {', '.join(options)}."
     hint = nearest(option, options)
-    if hint is None:
-        return message
-    message += f" Did you mean {group}={hint}?"
-    if culprit is None or culprit.input_line is None:
+    if hint:
+        message += f" Did you mean {group}={hint}?"
+    if culprit is None or culprit.key_or_group != group:
+        return f"{message} It is named in a file of conf/, not on the command line."
+    if hint is None or culprit.input_line is None:
         return message
     name, _, value = culprit.input_line.partition("=")
     return message + _try(arguments, culprit.input_line, f"{name}={value.replace(option, hint)}")
@@ -195,12 +192,15 @@ def _several_values(line: str) -> str:
     return f"{line} has several values. Add -m to run one job for each{as_list}."
 
 
-def _wrong_value(culprit: Override, cause: OmegaConfBaseException) -> str:
-    """A value of the wrong type, or a setting that cannot be removed."""
+def _wrong_value(culprit: Override, cause: OmegaConfBaseException, known: Known) -> str:
+    """A value of the wrong type, one with an unknown key inside, or a setting that cannot be removed."""
     key = str(cause.full_key or culprit.key_or_group)
     wanted = expected(Config, key)
     if culprit.is_delete():
         return f"{culprit.input_line}: {key} cannot be removed. Give it another value: {key}=..."
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and not key.startswith("hydra."):
+        found = suggest(key, known.keys)
+        return f"{culprit.input_line}: there is no setting {key}." + (f" Did you mean {found}?" if found else "")
     if wanted is None:
         return f"{culprit.input_line}: {_in_one_line(str(cause))}"
     return f"{culprit.input_line} has the wrong type: {key} must be {wanted}."

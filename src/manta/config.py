@@ -5,6 +5,7 @@ anything heavy is imported. Inside the code there are only these plain objects, 
 """
 
 import copy
+import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,10 +13,10 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from manta.errors import MantaError, suggest
-from manta.schema import expected, paths_of, unknown_keys
+from manta.schema import expected, missing_keys, paths_of, unknown_keys
 
 SCHEMA_VERSION = 1
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
@@ -277,6 +278,10 @@ def from_hydra(cfg: DictConfig) -> Config:
     for key, value in unknown_keys(cfg, Config):
         found = suggest(key, [name for name in paths_of(cfg) if name != key])
         raise MantaError(f"{key}={value} is not a setting." + (f" Did you mean {found} (without +)?" if found else ""))
+    missing = missing_keys(cfg)
+    if missing:
+        wanted = [f"{key}=??? is to be set, {expected(Config, key) or 'it has no default'}" for key in missing]
+        raise MantaError(f"{'; '.join(wanted)}.")
     cfg = copy.deepcopy(cfg)
     try:
         # Before anything is resolved: a plug-in's `root: ${data.root}` must become absolute too.
@@ -290,16 +295,15 @@ def from_hydra(cfg: DictConfig) -> Config:
 
 
 def absolute(path: str) -> str:
-    """An absolute path, `~` expanded, or a URL as it is."""
-    return path if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", path) else str(Path.cwd() / Path(path).expanduser())
+    """An absolute path, `~` expanded; a URL, and nothing, stay as they are."""
+    stays = not path or re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", path)
+    return path if stays else os.path.abspath(Path(path).expanduser())
 
 
 def _broken(error: OmegaConfBaseException, cfg: DictConfig) -> str:
-    """A value that is missing or cannot be resolved, in our words."""
+    """A value that cannot be resolved, in our words."""
     key = str(error.full_key)
     reason = str(error).splitlines()[0]
-    if isinstance(error, MissingMandatoryValue):
-        return f"{key}=??? has no value yet. It must be {expected(Config, key) or 'given'}: {key}=..."
     start = f"{key} cannot be resolved"
     if isinstance(error, InterpolationKeyError):
         wanted = reason.split("'")[1]

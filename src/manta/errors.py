@@ -101,14 +101,14 @@ def suggest(key: str, known: Iterable[str]) -> str | None:
     its group, or in the wrong one, is found too (`lr`, `training.batch_size`).
     """
     known = list(known)
-    parent, _, last = key.rpartition(".")
+    parent, _, last = key.lower().rpartition(".")
     if SYNONYMS.get(last) in known:
         return SYNONYMS[last]
 
     def closeness(path: str) -> float:
-        its_parent, _, its_last = path.rpartition(".")
+        its_parent, _, its_last = path.lower().rpartition(".")
         group = difflib.SequenceMatcher(None, parent, its_parent).ratio()
-        return difflib.SequenceMatcher(None, last, its_last).ratio() * (0.9 + 0.1 * group)
+        return difflib.SequenceMatcher(None, last, its_last).ratio() * (0.8 + 0.2 * group)
 
     best = max(known, key=closeness, default=None)
-    return best if best is not None and closeness(best) > 0.65 else None
+    return best if best is not None and closeness(best) > 0.7 else None

@@ -42,15 +42,14 @@ def help_texts(schema: type) -> dict[str, str]:
     return texts
 
 
-def paths_of(cfg: DictConfig, prefix: str = "") -> list[str]:
-    """Every dotted key of a composed configuration, groups included; resolves nothing."""
-    found = []
-    for key in map(str, cfg):
-        found.append(f"{prefix}{key}")
-        node = cfg._get_node(key)
-        if _is_open(node):
-            found += paths_of(typing.cast(DictConfig, node), f"{prefix}{key}.")
-    return found
+def paths_of(cfg: DictConfig) -> list[str]:
+    """Every dotted key of a composed configuration, groups included."""
+    return [key for key, _ in _nodes(cfg)]
+
+
+def missing_keys(cfg: DictConfig) -> list[str]:
+    """Keys whose value is `???`. OmegaConf's own function stumbles over interpolations that refer to them."""
+    return [key for key, node in _nodes(cfg) if node._is_missing()]
 
 
 def unknown_keys(cfg: DictConfig, schema: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -73,6 +72,15 @@ def _owner(schema: type, key: str) -> tuple[type | None, str]:
         if not is_dataclass(owner):
             return None, name
     return typing.cast(type, owner), name
+
+
+def _nodes(cfg: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every dotted key with its node; resolves nothing."""
+    for key in map(str, cfg):
+        node = cfg._get_node(key)
+        yield f"{prefix}{key}", node
+        if _is_open(node):
+            yield from _nodes(typing.cast(DictConfig, node), f"{prefix}{key}.")
 
 
 def _is_open(node: Any) -> bool:

@@ -1,0 +1,401 @@
+"""Every mistake we know: exit code 2, one message with the way out, no traceback, nothing left behind, nothing heavy.
+
+Add a row: what is typed and what the answer must contain. COMMANDS run as a user runs them; VALUES, which are
+many, are composed and checked in this process.
+"""
+
+import copy
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from manta.checks import NUMBERS, check, numbers
+from manta.config import Config, from_hydra, register
+from manta.errors import FAILED, FINISHED, INVALID, MantaError
+
+ROOT = Path(__file__).resolve().parents[1]
+HEAVY = {"torch", "ray", "numpy"}
+WATCH = """
+import atexit, os, sys
+atexit.register(lambda: open(os.environ["MODULES_FILE"], "w").write(" ".join(sys.modules)))
+"""
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A command that must be refused."""
+
+    arguments: str
+    """As typed in a shell after `python train.py`."""
+    says: tuple[str, ...]
+    """What the message must contain: the name, the value, the way out."""
+    files: Mapping[str, str | bytes | None] = field(default_factory=dict)
+    """Files beside train.py, in a copy of the project; None makes a folder."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    light: bool = True
+    """Whether the answer must come without importing anything heavy."""
+
+
+COMMANDS = [
+    # names
+    Bad("modle=mlp", ("modle=mlp", "did you mean model=mlp?", "Try: python train.py model=mlp")),
+    Bad("modle=mpl seed=1", ("modle", "model=mlp", "Options of model:", "Try: python train.py model=mlp seed=1")),
+    Bad("model=mlpp", ("model=mlpp", "Options of model:", "mlp", "Try: python train.py model=mlp")),
+    Bad("model=zzzz", ("model=zzzz does not exist", "Options of model:")),
+    Bad("data=digit", ("data=digit does not exist", "Try: python train.py data=digits")),
+    Bad("optimizer.learning_rate=1", ("optimizer.learning_rate", "optimizer.lr=1", "+optimizer.learning_rate=1")),
+    Bad("optimizer.xyzzy=1", ("optimizer.xyzzy", "optimizer has _target_, lr", "+optimizer.xyzzy=1")),
+    Bad("training.epoch=3", ("training.epoch=3", "Try: python train.py training.epochs=3")),
+    Bad("trainer.max_epochs=3", ("trainer.max_epochs", "Try: python train.py training.epochs=3")),
+    Bad("lr=0.1", ("lr=0.1", "Try: python train.py optimizer.lr=0.1")),
+    Bad("batch_size=8", ("batch_size=8", "Try: python train.py data.batch_size=8")),
+    Bad("training.batch_size=8", ("training.batch_size", "Try: python train.py data.batch_size=8")),
+    Bad("gpus=2", ("gpus=2", "scaling.num_workers=2")),
+    Bad("scaling.nope.deep=3", ("scaling.nope.deep", "scaling has num_workers")),
+    Bad("qqqqq=3", ("qqqqq=3", "--cfg job")),
+    Bad("+modle=mlp", ("modle=mlp", "Did you mean model (without +)?")),
+    Bad("+data.bach_size=3", ("data.bach_size=3", "data.batch_size")),
+    Bad("~nope", ("~nope", "nope", "--cfg job")),
+    Bad("~data.root", ("data.root", "cannot be removed")),
+    Bad("+data.root=x", ("+data.root=x", "Try: python train.py data.root=x")),
+    Bad("data@elsewhere=digits", ("data@elsewhere=digits", "Did you mean to override data?")),
+    Bad("hydra.foo=1", ("hydra.foo=1", "HydraConf")),
+    Bad("hydra/launcher=rya", ("hydra/launcher=rya", "Options of hydra/launcher:", "basic")),
+    Bad("--config-name nope", ("nope.yaml", "--help")),
+    # types
+    Bad("training.epochs=abc", ("training.epochs=abc", "a whole number or null", "Passes over the training set")),
+    Bad("data.batch_size=1.5", ("data.batch_size=1.5", "a whole number")),
+    Bad("data.val_fraction=half", ("data.val_fraction=half", "a number")),
+    Bad("data.download=maybe", ("data.download=maybe", "true or false")),
+    Bad("tags=quick", ("tags=quick", "a list, written [a,b]")),
+    Bad("training=5", ("training=5", "a group of settings", "epochs")),
+    Bad("seed=null", ("seed=null", "a whole number")),
+    Bad("model.hidden.x=3", ("model.hidden.x=3", "Set model.hidden as a whole")),
+    Bad("scaling.resources_per_worker=4", ("scaling.resources_per_worker=4", "a dictionary, written {a: 1}")),
+    Bad("'scaling.resources_per_worker={cpu: 2}'", ("{cpu: 2}", "Did you mean scaling.resources_per_worker.CPU?")),
+    # the command line itself
+    Bad("training.epochs", ("training.epochs has no value", "training.epochs=3")),
+    Bad("'model.hidden=[1'", ("model.hidden=[1", "Quote")),
+    Bad("'name=a (b)'", ("name=a (b)", """'name="a (b)"'""")),
+    Bad("training.epochs=1 training.epochs=2", ("training.epochs=1", "training.epochs=2", "leave one out")),
+    Bad("model=mlp +model=mlp", ("model is given twice", "model=mlp", "+model=mlp")),
+    Bad("training.epochs=1,2", ("training.epochs=1,2", "Add -m", "'training.epochs=[1,2]'")),
+    Bad("'seed=range(1,3)'", ("seed=range(1,3)", "Add -m")),
+    Bad("--epochs 3", ("--epochs is not an option", "epochs=value")),
+    Bad("--lr=3", ("--lr=3 is not an option", "lr=value")),
+    Bad("seed=1 -m seed=2", ("seed=2", "put options such as -m before all settings")),
+    Bad("--resolve", ("--resolve", "--cfg")),
+    # interpolations and missing values
+    Bad("'data.name=${data.nmae}'", ("data.name cannot be resolved", "${data.nmae}", "Did you mean ${data.name}?")),
+    Bad("'name=${oc.env:NOT_SET_HERE}'", ("name", "NOT_SET_HERE is not set", ".env")),
+    Bad("'name=${nope:1}'", ("name cannot be resolved", "nope")),
+    Bad("data.num_classes=???", ("data.num_classes=??? is to be set", "a whole number", "Number of classes")),
+    # values
+    Bad("training.epochs=0", ("training.epochs=0", ">= 1")),
+    Bad("name=../up training.precision=fp8", ("2 problems", "'../up'", "fp8", "bf16")),
+    Bad("objective.metric=val/acc", ("objective.metric=val/acc", "did you mean objective.metric=val/accuracy?")),
+    Bad("model._target_=subprocess.run", ("model._target_=subprocess.run", "can run anything")),
+    # multirun: every job gets its turn, and the first failure is the exit code
+    Bad("-m model=mlp,mlpp storage.path=../sweep", ("model=mlpp does not exist", "model=mlp")),
+    Bad("-m training.epochs=0,-1 storage.path=../sweep", ("training.epochs=0", "training.epochs=-1", ">= 1")),
+    # files
+    Bad("experiment=broken", ("conf/experiment/broken.yaml", "trainig is not a setting", "Did you mean training?"),
+        files={"conf/experiment/broken.yaml": "# @package _global_\ntrainig: {epochs: 3}\n"}),
+    Bad("experiment=broken", ("conf/experiment/broken.yaml", "training.epochs must be a whole number"),
+        files={"conf/experiment/broken.yaml": "# @package _global_\ntraining: {epochs: many}\n"}),
+    Bad("experiment=broken", ("model=mpl does not exist", "Did you mean model=mlp?", "named in a file of conf/"),
+        files={"conf/experiment/broken.yaml": "# @package _global_\ndefaults:\n  - override /model: mpl\n"}),
+    Bad("experiment=nope", ("experiment=nope does not exist", "Options of experiment:", "mine"),
+        files={"conf/experiment/mine.yaml": "# @package _global_\nseed: 1\n"}),
+    Bad("model=broken", ("broken.yaml, line 2", "not valid YAML"), files={"conf/model/broken.yaml": "a: 1\n b: 2\n"}),
+    Bad("", (".env, line 3", "NAME=value"), files={".env": "# fine\nGOOD=1\nhunter2 has no name\n"}),
+    Bad("", (".env, line 2", "UTF-8"), files={".env": b"GOOD=1\nKEY=caf\xe9\n"}),
+    Bad("", (".env cannot be read",), files={".env": None}),
+]  # fmt: skip
+
+VALUES = [
+    Bad("seed=4294967296", ("seed=4294967296", "<= 4294967295")),
+    Bad("data.batch_size=0", ("data.batch_size=0", ">= 1")),
+    Bad("data.micro_batch_size=128", ("data.micro_batch_size=128", "data.batch_size=64", "null")),
+    Bad("data.val_fraction=nan", ("data.val_fraction=nan", "finite", "> 0 and < 1")),
+    Bad("data.input_shape=[]", ("data.input_shape=[]", "[3,32,32]")),
+    Bad("data.input_shape=[1,-8,8]", ("data.input_shape=[1,-8,8]", ">= 1")),
+    Bad("data.input_shape=[1000000,1000000]", ("data.input_shape=[1000000,1000000]", "[3,32,32]")),
+    Bad("optimizer.lr=-1", ("optimizer.lr=-1", "> 0")),
+    Bad("optimizer.lr=fast", ("optimizer.lr=fast is not a number", "> 0")),
+    Bad("optimizer.lr=true", ("optimizer.lr=true is not a number", "> 0")),
+    Bad("optimizer.lr=inf", ("optimizer.lr=inf", "finite")),
+    Bad("optimizer.betas=[0.9,nan]", ("optimizer.betas[1]=nan", "finite")),
+    Bad("optimizer.betas=[0.9,1.0]", ("optimizer.betas=[0.9,1.0]", "< 1")),
+    Bad("+optimizer.momentum=1.5", ("optimizer.momentum=1.5", "< 1")),
+    Bad("scheduler.unit=minute", ("scheduler.unit=minute", "step, epoch, validation")),
+    Bad("training.epochs=null", ("training.epochs=null", "training.max_steps=null", "training.epochs=10")),
+    Bad("training.ema.decay=1", ("training.ema.decay=1", "> 0 and < 1")),
+    Bad("training.early_stopping.min_delta=inf", ("training.early_stopping.min_delta=inf", "finite")),
+    Bad("training.precision=FP32", ("training.precision=FP32", "Did you mean training.precision=fp32?")),
+    Bad("training.precision=fp16 scaling.use_gpu=false", ("training.precision=fp16", "training.precision=bf16")),
+    Bad("training.precision=fp16 scaling=in_process", ("training.precision=fp16", "needs a GPU", "bf16")),
+    Bad("objective.mode=maximum", ("objective.mode=maximum", "max, min")),
+    Bad("objective.metric=val/loss", ("objective.mode=max", "worst val/loss", "Set objective.mode=min")),
+    Bad("objective.mode=min", ("objective.mode=min", "worst val/accuracy", "Set objective.mode=max")),
+    Bad("recipe.metrics=[]", ("objective.metric=val/accuracy", "recipe.metrics")),
+    Bad("name=-rf", ("'-rf'", "starts with a letter or digit")),
+    Bad("'name=\"a b\"'", ("'a b'", "a-b would do")),
+    Bad("name=" + "x" * 81, ("up to 80",)),
+    Bad("data.name=a/b", ("data.name='a/b'", "a-b would do")),
+    Bad("tags=[good,.hidden]", ("tags[1]='.hidden'", "hidden would do")),
+    Bad("allowed_targets=[my.package]", ("'my.package'", "without dots")),
+    Bad("model._target_=mylab.Net", ("model._target_=mylab.Net", "allowed_targets=[manta,torch,torchvision,mylab]")),
+    Bad("model._target_=Net", ("model._target_=Net",)),
+    Bad("model._target_=torch.hub.load", ("model._target_=torch.hub.load", "can run anything")),
+    Bad("optimizer._target_=torch.os.system", ("optimizer._target_=torch.os.system", "can run anything")),
+    Bad("scheduler._target_=torch.nn.__init__", ("scheduler._target_=torch.nn.__init__", "dotted name")),
+    Bad("recipe._target_=os.system", ("recipe._target_=os.system",)),
+    Bad("data.dataset._target_=torch.load", ("data.dataset._target_=torch.load", "can run anything")),
+    Bad("'data.transforms.train=[{p: 0.5}]'", ("data.transforms.train[0]._target_",)),
+    Bad("'+model.head={_target_: torch.load}'", ("model.head._target_=torch.load", "can run anything")),
+    Bad("scaling.num_workers=two", ("scaling.num_workers=two", "auto", "0 = in this process")),
+    Bad("scaling.num_workers=null", ("scaling.num_workers=null", "auto")),
+    Bad("scaling.num_workers=4 scaling.max_workers=2", ("scaling.max_workers=2", "scaling.num_workers=4")),
+    Bad("scaling.max_workers=2", ("scaling.max_workers=2", "scaling.num_workers=auto")),
+    Bad("scaling.num_workers=8 data.batch_size=4", ("data.batch_size=4", "scaling.num_workers=8", "Set")),
+    Bad("scaling=elastic scaling.max_workers=99", ("data.batch_size=64", "scaling.max_workers=99")),
+    Bad("scaling=in_process scaling.strategy=fsdp2", ("scaling.strategy=fsdp2", "scaling.strategy=ddp")),
+    Bad("scaling.strategy=fsdp", ("scaling.strategy=fsdp", "Did you mean scaling.strategy=fsdp2?")),
+    Bad("scaling.placement_strategy=pack", ("scaling.placement_strategy=pack", "scaling.placement_strategy=PACK")),
+    Bad("+scaling.resources_per_worker.cpu=2", ("cpu=2", "scaling.resources_per_worker.CPU=2")),
+    Bad("scaling.resources_per_worker.CPU=-2", ("scaling.resources_per_worker.CPU=-2", ">= 0")),
+    Bad("scaling.use_gpu=false 'scaling.resources_per_worker={GPU: 1}'", ("scaling.use_gpu=false", "GPU=1")),
+    Bad("cluster.kind=locl", ("cluster.kind=locl", "Did you mean cluster.kind=local?")),
+    Bad("cluster=existing cluster.address=null", ("cluster.address=null", "host:port")),
+    Bad("cluster=existing cluster.address=ray://host:10001", ("ray://host:10001", "ray job submit")),
+    Bad("cluster=existing cluster.address=host", ("cluster.address=host", "host:port")),
+    Bad("cluster=existing cluster.num_cpus=4", ("cluster.num_cpus=4", "null")),
+    Bad("cluster.address=auto", ("cluster.address=auto", "cluster=existing")),
+    Bad("cluster.object_store_memory=1000", ("cluster.object_store_memory=1000", ">= 78643200")),
+    Bad("cluster.wait_s=nan", ("cluster.wait_s=nan", "finite")),
+    Bad("storage.path=/dev/null/runs", ("storage.path=/dev/null/runs", "/dev/null is not a folder")),
+    Bad("'storage.path=\"\"'", ("storage.path=''", "folder")),
+    Bad("data.root=/dev/null", ("data.root=/dev/null", "not a readable folder")),
+]  # fmt: skip
+
+# Numbers just outside their bounds and just inside.
+EDGES: dict[str, tuple[list[Any], list[Any]]] = {
+    "schema_version": ([0, 2], [1]),
+    "seed": ([-1, 2**32], [0, 2**32 - 1]),
+    "data.input_shape": ([[0], [1, -1], [2**20 + 1]], [[1], [3, 224, 224]]),
+    "data.num_classes": ([0, 10**7 + 1], [1, 21843]),
+    "data.batch_size": ([0, 10**8 + 1], [1, 10**8]),
+    "data.micro_batch_size": ([0], [1, None]),
+    "data.eval_batch_size": ([0, 10**8 + 1], [1, None]),
+    "data.num_workers": ([-1, 1025], [0, 64]),
+    "data.prefetch_factor": ([0, 1025], [1]),
+    "data.val_fraction": ([0.0, 1.0], [0.01, 0.99]),
+    "data.split_seed": ([-1, 2**32], [0]),
+    "model.dropout": ([-0.1, 1.0], [0, 0.9]),
+    "optimizer.lr": ([0, -1.0, True, "high"], [1e-9, 30]),
+    "optimizer.weight_decay": ([-1e-9], [0, 0.1]),
+    "optimizer.momentum": ([-0.1, 1], [0, 0.99, None]),
+    "optimizer.betas": ([[0.9, 1], [-0.1, 0.9]], [[0, 0.999]]),
+    "optimizer.eps": ([0, -1e-8], [1e-8]),
+    "scheduler.warmup": ([-1], [0, 0.05, 500]),
+    "scheduler.total": ([0], [1, None]),
+    "scheduler.min_ratio": ([-0.1, 1.1], [0, 1]),
+    "training.epochs": ([0], [1, None]),
+    "training.max_steps": ([0], [1, None]),
+    "training.grad_clip_norm": ([0.0], [1e-3, None]),
+    "training.label_smoothing": ([-0.1, 1.0], [0.0, 0.1]),
+    "training.ema.decay": ([0.0, 1.0], [0.999]),
+    "training.early_stopping.patience": ([0], [1, None]),
+    "training.early_stopping.min_delta": ([-0.1], [0.0]),
+    "training.checkpoint.every_n_steps": ([0], [1, None]),
+    "training.checkpoint.every_s": ([0.0], [0.1, None]),
+    "training.checkpoint.every_n_epochs": ([-1], [0]),
+    "training.checkpoint.keep": ([0], [1]),
+    "training.log_every_n_steps": ([0], [1]),
+    "training.val_every_n_epochs": ([0], [1]),
+    "training.limit_train_batches": ([0], [1, None]),
+    "training.limit_eval_batches": ([0], [1, None]),
+    "training.overfit_batches": ([0], [1, None]),
+    "scaling.num_workers": ([-1, 100001], [0, 1, "auto"]),
+    "scaling.max_workers": ([0, 100001], [1, None]),
+    "scaling.max_failures": ([-1], [0]),
+    "scaling.timeout_s": ([0, 10**9], [1]),
+    "cluster.num_cpus": ([0, 100001], [1, None]),
+    "cluster.num_gpus": ([-1, 10001], [0, None]),
+    "cluster.object_store_memory": ([75 * 2**20 - 1], [75 * 2**20, None]),
+    "cluster.wait_s": ([-1.0], [0.0]),
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command did."""
+
+    code: int
+    out: str
+    error: str
+    modules: set[str]
+    new_files: list[str]
+
+
+def train(tmp_path: Path, arguments: str, root: Path = ROOT, env: Mapping[str, str] | None = None) -> Answer:
+    """Run train.py in an empty folder and watch what it imports and leaves behind."""
+    watch, here = tmp_path / "watch", tmp_path / "here"
+    watch.mkdir()
+    here.mkdir()
+    (watch / "sitecustomize.py").write_text(WATCH)
+    kept = {name: os.environ[name] for name in ("PATH", "HOME", "PYTHONPATH") if name in os.environ}
+    kept["PYTHONPATH"] = os.pathsep.join([str(watch), str(ROOT / "src"), kept.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    before = set(_files(here) + _files(root / "outputs"))
+    done = subprocess.run(
+        [sys.executable, str(root / "train.py"), *shlex.split(arguments)],
+        env={**kept, "MODULES_FILE": str(watch / "modules"), "PYTHONDONTWRITEBYTECODE": "1", **(env or {})},
+        cwd=here, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    new = sorted(set(_files(here) + _files(root / "outputs")) - before)
+    return Answer(done.returncode, done.stdout, done.stderr, set((watch / "modules").read_text().split()), new)
+
+
+def project(tmp_path: Path, files: Mapping[str, str | bytes | None]) -> Path:
+    """A copy of train.py and conf/ with these files added."""
+    root = tmp_path / "project"
+    shutil.copytree(ROOT / "conf", root / "conf")
+    shutil.copy(ROOT / "train.py", root)
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        if content is None:
+            (root / name).mkdir()
+        else:
+            (root / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    return root
+
+
+def _files(folder: Path) -> list[str]:
+    return [str(path) for path in folder.rglob("*")]
+
+
+def assert_says(message: str, fragments: tuple[str, ...]) -> None:
+    for fragment in fragments:
+        assert fragment.lower() in message.lower(), f"{fragment!r} is not in:\n{message}"
+
+
+@pytest.mark.parametrize("bad", COMMANDS, ids=lambda bad: f"{bad.arguments or next(iter(bad.files))}")
+def test_a_bad_command_is_refused(tmp_path: Path, bad: Bad) -> None:
+    root = project(tmp_path, bad.files) if bad.files else ROOT
+    answer = train(tmp_path, bad.arguments, root, bad.env)
+    assert answer.code == INVALID, answer.error
+    assert_says(answer.error, bad.says)
+    assert "Traceback" not in answer.error
+    assert "Error: " in answer.error
+    assert answer.out == "" or bad.arguments.startswith("-m")  # Hydra lists a multirun's jobs
+    assert answer.new_files == []
+    assert not (bad.light and HEAVY & answer.modules)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _schema() -> None:
+    register()
+
+
+@pytest.mark.parametrize("bad", VALUES, ids=lambda bad: bad.arguments)
+def test_a_bad_value_is_refused(bad: Bad) -> None:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = from_hydra(compose("config", shlex.split(bad.arguments)))
+    with pytest.raises(MantaError) as error:
+        check(config)
+    assert_says(str(error.value), bad.says)
+
+
+@pytest.fixture(scope="module")
+def defaults(_schema: None) -> Config:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return from_hydra(compose("config"))
+
+
+def test_every_bound_has_its_edges() -> None:
+    assert set(EDGES) == set(NUMBERS)
+
+
+@pytest.mark.parametrize("key", EDGES)
+def test_numbers_outside_their_bounds_are_refused(defaults: Config, key: str) -> None:
+    def problems(value: Any) -> list[str]:
+        config = copy.deepcopy(defaults)
+        *groups, name = key.split(".")
+        owner: Any = config
+        for group in groups:
+            owner = getattr(owner, group)
+        if isinstance(owner, dict):
+            owner[name] = value
+        else:
+            setattr(owner, name, value)
+        return list(numbers(config))
+
+    outside, inside = EDGES[key]
+    for value in outside:
+        (problem,) = problems(value)
+        assert problem.startswith(f"{key}=")
+        assert "It must be " in problem
+    assert [problems(value) for value in inside] == [[] for _ in inside]
+
+
+def test_a_broken_env_file_keeps_its_secrets(tmp_path: Path) -> None:
+    answer = train(tmp_path, "", project(tmp_path, {".env": "API_KEY hunter2\n"}))
+    assert "line 1" in answer.error
+    assert "hunter2" not in answer.error + answer.out
+
+
+@pytest.mark.parametrize(("arguments", "env"), [("traceback=true", {}), ("", {"HYDRA_FULL_ERROR": "1"})])
+@pytest.mark.parametrize("mistake", ["modle=mlp", "training.epochs=0"])
+def test_tracebacks_are_shown_when_asked_for(
+    tmp_path: Path, arguments: str, env: Mapping[str, str], mistake: str
+) -> None:
+    answer = train(tmp_path, f"{mistake} {arguments}", env=env)
+    assert answer.code == INVALID
+    assert_says(answer.error, ("Traceback", f"Error: {mistake}"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragments"),
+    [
+        ("--help", ("Groups and their options", "model: ", "scaling: auto, cpu", "resume=latest")),
+        ("--hydra-help", ("--multirun",)),
+        ("--cfg job", ("batch_size: 64", "${data.input_shape}")),
+        ("--cfg job --resolve -p model", ("num_classes: 10",)),
+        ("--cfg hydra", ("launcher:",)),
+        ("--info defaults", ("model",)),
+        ("-sc install=bash", ("hydra_bash_completion",)),
+    ],
+)
+def test_help_is_light(tmp_path: Path, arguments: str, fragments: tuple[str, ...]) -> None:
+    answer = train(tmp_path, arguments)
+    assert answer.code == FINISHED, answer.error
+    assert_says(answer.out, fragments)
+    assert not HEAVY & answer.modules
+    assert answer.new_files == []
+
+
+def test_tab_completion(tmp_path: Path) -> None:
+    line = "python train.py model=ml"
+    answer = train(tmp_path, "-sc query=bash", env={"COMP_LINE": line, "COMP_POINT": str(len(line))})
+    assert answer.code == FINISHED, answer.error
+    assert answer.out.split() == ["model=mlp"]
+    assert not HEAVY & answer.modules
+
+
+def test_our_own_mistakes_keep_their_traceback(tmp_path: Path) -> None:
+    broken = project(tmp_path, {"src/manta_broken.py": ""})
+    source = (broken / "train.py").read_text().replace("from manta.checks import check", "raise KeyError('a bug')")
+    (broken / "train.py").write_text(source)
+    answer = train(tmp_path, "", broken)
+    assert answer.code == FAILED
+    assert_says(answer.error, ("Traceback", "KeyError: 'a bug'"))
