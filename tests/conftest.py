@@ -7,7 +7,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: threads that spin
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +102,12 @@ def history(run: RunDir, *without: str) -> list[dict[str, Any]]:
 
 def summary(run: RunDir) -> dict[str, Any]:
     return json.loads((run.path / "summary.json").read_text())
+
+
+def wait_for(condition: Callable[[], bool], process: "subprocess.Popen[str]", timeout_s: float = 120) -> None:
+    """Return when the condition holds; fail if the process ends or the time is over before."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.05)

@@ -48,3 +48,13 @@ class PoisonAt:
     def __call__(self, batch: Tensor) -> Tensor:
         self.calls += 1
         return batch * float("nan") if self.calls == self.call and _rank() == self.rank else batch
+
+
+class Break:
+    """A breakpoint in the researcher's code."""
+
+    def __call__(self, batch: Tensor) -> Tensor:
+        answer = 41 + 1
+        breakpoint()
+        assert answer
+        return batch

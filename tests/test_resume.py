@@ -23,7 +23,13 @@ SETTINGS = (
 def kill_at(call: int, marker: Path, **arguments: object) -> str:
     """The override that kills a process at its `call`-th training batch."""
     settings = {"_target_": "tests.faults.KillAt", "call": call, "marker": str(marker), **arguments}
-    return "data.transforms.train=[{" + ",".join(f"{key}: '{value}'" if isinstance(value, str) else f"{key}: {value}" for key, value in settings.items()) + "}]"
+    return (
+        "data.transforms.train=[{"
+        + ",".join(
+            f"{key}: '{value}'" if isinstance(value, str) else f"{key}: {value}" for key, value in settings.items()
+        )
+        + "}]"
+    )
 
 
 def assert_identical(run: RunDir, reference: RunDir) -> None:
@@ -55,7 +61,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, RunDir]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed_on_two(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> RunDir:
+@pytest.mark.usefixtures("ray_cluster")
+def undisturbed_on_two(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     lab = Lab(tmp_path_factory.mktemp("undisturbed"))
     return lab.run("scaling=cpu", *RESOURCES, never(lab), *SETTINGS)
 
@@ -106,7 +113,9 @@ def test_killed_driver(lab: Lab, request: pytest.FixtureRequest, workers: int) -
     pid_file.write_text(str(process.pid))
     process.communicate(timeout=120)
     assert process.returncode == -signal.SIGKILL
-    reference = request.getfixturevalue("undisturbed_on_two") if workers == 2 else request.getfixturevalue("undisturbed")[0]
+    reference = (
+        request.getfixturevalue("undisturbed_on_two") if workers == 2 else request.getfixturevalue("undisturbed")[0]
+    )
     request.getfixturevalue("ray_cluster")
     assert lab.launch("resume=latest") == 0
     assert not is_locked(lab.latest)
