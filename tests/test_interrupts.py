@@ -46,7 +46,7 @@ def assert_interrupted(lab: Lab, process: "subprocess.Popen[str]", output: str) 
     assert path is not None
     state, meta = load_checkpoint(path)
     assert meta["step"] == state["progress"]["step"] == history(run)[-1]["step"] >= 8
-    assert f"python train.py resume={run.path}" in output
+    assert f"python train.py resume={run.path.relative_to(lab.folder)}\n" in output
     assert "Traceback" not in output
 
 

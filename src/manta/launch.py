@@ -39,12 +39,19 @@ class Interrupts:
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        self.listen()
         try:
             yield self
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def listen(self) -> None:
+        """Take the signals; again after ray.init, which puts in a SIGTERM handler of its own that exits."""
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, self._handle)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         self.count += 1
@@ -135,6 +142,7 @@ class Launch:
             )
 
     def _on_ray(self, run: RunDir, needs: Needs) -> str:
+        self.interrupts.listen()
         self.interrupts.on_first = lambda: _ask_to_stop(run)
         if self.interrupts.asked():
             raise KeyboardInterrupt
