@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.datasets import ImageFolder
 
-from manta.arguments import image_shape
+from manta.limits import image_shape
 from manta.data import Splits
 from manta.data.split import carve_fraction
 from manta.data.transforms import Normalize
