@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.datasets import ImageFolder
 
-from manta.data import Splits
+from manta.data import BatchTransform, Splits
 from manta.data.split import carve_fraction
 from manta.data.transforms import Normalize
 from manta.errors import MantaError
@@ -29,7 +29,7 @@ class Images(Dataset):
     paths: list[str]
     targets: list[int]
     shape: tuple[int, int, int]
-    prepare: Normalize
+    prepare: BatchTransform
 
     def __len__(self) -> int:
         return len(self.paths)
