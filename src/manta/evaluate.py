@@ -63,7 +63,7 @@ def evaluate(arguments: Arguments) -> int:
             meant = f" Did you mean {hint}?" if hint else ""
             raise MantaError(f"splits=[{split}]: it must be of {', '.join(SPLITS)}.{meant}")
     run = runs.find(arguments.run, absolute(arguments.storage.path), key="run")
-    config = saved_config(run, Scaling(num_workers=arguments.num_workers, use_gpu=arguments.use_gpu), arguments.cluster)
+    config = saved_config(run, arguments.num_workers, arguments.use_gpu, arguments.cluster)
     view, name = View(), arguments.checkpoint
     with published(run, name) as checkpoint:
         meta = json.loads((checkpoint / "meta.json").read_text())
@@ -88,21 +88,23 @@ def evaluate(arguments: Arguments) -> int:
     return FINISHED
 
 
-def saved_config(run: RunDir, scaling: Scaling, cluster: Cluster) -> Config:
+def saved_config(run: RunDir, num_workers: int, use_gpu: bool | None, cluster: Cluster) -> Config:
     """A run's own configuration, to be used on other resources and on whole splits.
 
     Raises:
         MantaError: as `manta.resume.load` and `manta.checks.check`.
     """
     config = from_hydra(load(run))
-    if scaling.num_workers != 0:  # a model may not fit on one device, here as in training
-        scaling = dataclasses.replace(scaling, strategy=config.scaling.strategy, timeout_s=config.scaling.timeout_s)
+    scaling = Scaling(num_workers=num_workers, use_gpu=use_gpu, timeout_s=config.scaling.timeout_s)
+    if num_workers != 0:  # a model may not fit on one device, here as in training
+        scaling.strategy = config.scaling.strategy
     config = dataclasses.replace(
         config,
         scaling=scaling,
         cluster=cluster,
         storage=Storage(str(run.path.parent)),  # the run may have been moved
         training=dataclasses.replace(config.training, limit_eval_batches=None),
+        data=dataclasses.replace(config.data, batch_size=max(config.data.batch_size, num_workers)),
     )
     check(config)
     return config

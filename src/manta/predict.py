@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from manta import runs
-from manta.config import Cluster, Config, Data, Scaling, Storage, absolute, from_hydra, register
+from manta.config import Cluster, Config, Data, Storage, absolute, from_hydra, register
 from manta.errors import FINISHED, MantaError, nearest
 from manta.evaluate import published, saved_config
 from manta.targets import build
@@ -73,7 +73,7 @@ def predict(arguments: Arguments, conf: Path) -> int:
         raise MantaError(f"split={arguments.split}: it must be one of {', '.join(SPLITS)}.{meant}")
     run = runs.find(arguments.run, absolute(arguments.storage.path), key="run")
     output = _output(arguments.output, run.path)
-    config = saved_config(run, Scaling(num_workers=0, use_gpu=arguments.use_gpu), Cluster())
+    config = saved_config(run, 0, arguments.use_gpu, Cluster())
     place = _place(arguments.data, config, conf)
     with published(run, arguments.checkpoint) as checkpoint, TemporaryDirectory() as scratch:
         from manta.data.load import load_splits
