@@ -105,11 +105,14 @@ def test_whole_splits_whatever_training_looked_at(lab: Lab, run: RunDir) -> None
 def test_a_moved_run_from_where_the_command_is_typed(
     run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shutil.copytree(run.path, tmp_path / "else" / "where", symlinks=True)
-    monkeypatch.chdir(tmp_path / "else")
-    (tmp_path / "else" / "where" / "evaluation-best.json").unlink(missing_ok=True)
+    where = tmp_path / "else" / "where"
+    shutil.copytree(run.path, where, symlinks=True)
+    saved = (where / "config.yaml").read_text()
+    (where / "config.yaml").write_text(saved.replace(str(run.path.parents[1]), "/dev/null/not-on-this-machine"))
+    (where / "evaluation-best.json").unlink(missing_ok=True)
+    monkeypatch.chdir(where.parent)
     assert command("run=where") == 0
-    found = json.loads((tmp_path / "else" / "where" / "evaluation-best.json").read_text())
+    found = json.loads((where / "evaluation-best.json").read_text())
     assert found["metrics"] == pytest.approx(recorded(run), rel=0, abs=1e-12)
 
 
@@ -136,7 +139,7 @@ BAD = {
     "splits=[tset]": ("splits=[tset]", "Did you mean test?"),
     "num_workers=two": ("num_workers=two has a wrong value", "a whole number"),
     "num_workers=-1": ("num_workers=-1 is out of range",),
-    "num_workers=4000": ("num_workers=4000 with 1 CPU each", "can never be placed"),
+    "num_workers=4000": ("num_workers=4000 with ", "can never be placed"),
     "cluster.kind=existing": ("cluster.address=null", "host:port"),
     "cluster.num_cpu=3": ("there is no argument cluster.num_cpu", "Did you mean cluster.num_cpus?"),
     "checkpoint=7": ("checkpoint=7", "best, last, 69, 92"),

@@ -145,6 +145,15 @@ def test_another_data_set_by_its_name(lab: Lab) -> None:
     assert list(own)[4:6] == ["p_class 0", "p_class 1"]
 
 
+def test_another_data_set_is_looked_for_where_the_run_has_its_data(
+    lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = ("data=synthetic", f"data.root={lab.folder}/here", "data.download=false")
+    run = lab.run(*SETTINGS[:2], *place, "training.epochs=1")
+    assert command(f"run={run.path}", "data=mnist") == 2
+    assert f"MNIST cannot be read: {lab.folder}/here" in capsys.readouterr().err
+
+
 def test_rows_are_written_as_they_are_made(
     run: RunDir, tmp_path: Path, pixels: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,12 +169,18 @@ def test_rows_are_written_as_they_are_made(
 
 
 def test_a_broken_image_is_named_and_nothing_is_left_behind(
-    run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str], pixels: np.ndarray
+    run: RunDir,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    pixels: np.ndarray,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(manta.predict, "ROWS_A_WRITE", 1)
     folder = tmp_path / "images"
     folder.mkdir()
-    Image.fromarray(pixels[0, 0]).save(folder / "a.png")
-    (folder / "b.png").write_bytes((folder / "a.png").read_bytes()[:60])
+    for number in range(65):  # a batch that is written, and one more
+        Image.fromarray(pixels[0, 0]).save(folder / f"a{number}.png")
+    (folder / "b.png").write_bytes((folder / "a0.png").read_bytes()[:60])
     output = tmp_path / "kept.csv"
     output.write_text("kept")
     assert command(f"run={run.path}", f"data={folder}", f"output={output}") == 2

@@ -129,13 +129,13 @@ def _place(asked: str | None, config: Config, conf: Path) -> Data | Path:
 
 
 def _option(name: str, config: Config, conf: Path) -> Data:
-    """Another data set, with the run's data folder; its samples must have the shape that the model takes."""
+    """Another data set, from the run's data folder; its samples must have the shape that the model takes."""
     from hydra import compose, initialize_config_dir
 
     register()
     with initialize_config_dir(str(conf), version_base="1.3"):
         cfg = compose("config", [f"data={name}"])
-    cfg.data.root = config.data.root
+    cfg.data.root, cfg.data.download = config.data.root, config.data.download
     data = from_hydra(cfg).data
     if data.input_shape != config.data.input_shape:
         raise MantaError(
