@@ -202,11 +202,13 @@ def on_workers(
     function: Callable[..., Any],
     arguments: dict[str, Any],
     draw: Callable[[], None] = lambda: None,
+    what: str = "Training",
 ) -> Any:
     """Call `function(session, config, **arguments)` on every worker of a Ray Train run; rank 0's result.
 
     Args:
         draw: called several times a second, while this thread waits and can hear signals.
+        what: it is, for messages.
 
     Raises:
         MantaError: the workers cannot be had, or one of them failed.
@@ -233,7 +235,7 @@ def on_workers(
             draw()
         draw()
     if "error" in outcome:
-        raise explain_failure(outcome["error"], run) from outcome["error"]
+        raise explain_failure(outcome["error"], run, what) from outcome["error"]
     return outcome["value"]
 
 
@@ -321,10 +323,11 @@ _FOLLOWERS = (
 )
 
 
-def explain_failure(error: BaseException, run: RunDir) -> MantaError:
+def explain_failure(error: BaseException, run: RunDir, what: str = "Training") -> MantaError:
     """One message for what Ray raised: the first cause among the workers, not what followed from it."""
     failures: dict[int, BaseException] = getattr(error, "worker_failures", {})
     resume = f"Resume from the last checkpoint: python train.py resume={shlex.quote(str(run))}"
+    resume = resume if what == "Training" else ""
     causes = {rank: _root(failure) for rank, failure in failures.items()}
     for cause in causes.values():
         if isinstance(cause, MantaError) and "the loss is" in str(cause):
@@ -337,11 +340,12 @@ def explain_failure(error: BaseException, run: RunDir) -> MantaError:
     )
     if not ranked:
         return MantaError(
-            f"Ray could not run the training: {error}. Details are in {run}/train.log. {resume}", code=FAILED
+            f"Ray could not run the {what.lower()}: {error}. Details are in {run}/train.log. {resume}".rstrip(),
+            code=FAILED,
         )
     rank, cause = ranked[0]
     text = str(cause).strip() or type(cause).__name__
-    return MantaError(f"Training failed on rank {rank}: {type(cause).__name__}: {text}\n{resume}", code=FAILED)
+    return MantaError(f"{what} failed on rank {rank}: {type(cause).__name__}: {text}\n{resume}".rstrip(), code=FAILED)
 
 
 def _root(error: BaseException) -> BaseException:

@@ -1,13 +1,20 @@
 """Recipes: training functions that see only a Session. `recipe=` chooses one; every other group keeps its meaning."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from manta.config import Config
+from manta.data import AnySet
 from manta.session import Session
 
 Rows = list[tuple[str, str]]
 """Lines of the plan: (what, value)."""
+
+Prediction = tuple[Tensor, Tensor, Tensor]
+"""Of n samples, on the CPU: predicted classes (n,) int64, probabilities (n, classes), targets (n,)."""
 
 
 class Recipe(Protocol):
@@ -32,5 +39,17 @@ class Recipe(Protocol):
         ...
 
     def evaluate(self, session: Session, config: Config, checkpoint: Path, splits: list[str]) -> dict[str, float]:
-        """On every rank: exact metrics of a checkpoint directory on each named split, e.g. {"val/loss": 0.1}."""
+        """On every rank: exact metrics of a checkpoint directory on each named split, e.g. {"val/loss": 0.1}.
+
+        Args:
+            splits: of val and test; empty = those that the data set has.
+        """
+        ...
+
+    def predict(self, session: Session, config: Config, checkpoint: Path, dataset: AnySet) -> Iterator[Prediction]:
+        """In one process: what a checkpoint says of each sample, in order, batch by batch.
+
+        Args:
+            dataset: gives prepared inputs, as a split does; targets are handed through.
+        """
         ...

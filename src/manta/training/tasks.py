@@ -23,6 +23,7 @@ class Classification:
         correct = logits.argmax(dim=-1) == targets
         return torch.stack([losses.double().sum(), correct.double().sum()])
 
-    def probabilities(self, logits: Tensor) -> Tensor:
-        """(n, classes)."""
-        return logits.softmax(dim=-1)
+    def predictions(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The class of each sample, (n,) int64, as accuracy counts it, and probabilities (n, classes)."""
+        exact = logits if logits.dtype == torch.float64 else logits.float()
+        return logits.argmax(dim=-1), exact.softmax(dim=-1)
