@@ -275,7 +275,7 @@ def _trainer(config: Config, run: RunDir, needs: Needs, backend: str, payload: d
             # A worker group that cannot start is tried again for ever by default.
             failure_config=FailureConfig(
                 max_failures=config.scaling.max_failures,
-                controller_failure_limit=3 if needs.max_workers is None else -1,
+                controller_failure_limit=3 if needs.max_workers is None else -1,  # type: ignore[call-arg]
             ),
             logging_config=LoggingConfig(log_level="WARNING"),
         ),

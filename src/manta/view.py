@@ -159,7 +159,7 @@ class View:
             self.pause()
             sys.stdout, sys.stderr = real_out, real_err
             sys.breakpointhook = real_hook
-            import pdb
+            import pdb  # noqa: T100
 
             frame = sys._getframe(1)
             if os.environ.get("PYTHONBREAKPOINT") or real_hook is not sys.__breakpointhook__:

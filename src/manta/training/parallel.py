@@ -1,12 +1,16 @@
 """One model on several ranks: DistributedDataParallel or FSDP2, and whole (unsharded) states for checkpoints."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from manta.session import Session
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
 
 
 def parallelise(model: nn.Module, session: Session, strategy: str) -> nn.Module:
@@ -44,12 +48,13 @@ def gradient_sync(model: nn.Module, enabled: bool) -> AbstractContextManager[obj
     """Inside, a backward pass exchanges gradients with the other ranks only if `enabled`."""
     if isinstance(model, nn.parallel.DistributedDataParallel) and not enabled:
         return model.no_sync()
-    if hasattr(model, "set_requires_gradient_sync"):  # FSDP2
-        model.set_requires_gradient_sync(enabled)
+    set_sync = getattr(model, "set_requires_gradient_sync", None)  # FSDP2's
+    if set_sync is not None:
+        set_sync(enabled)
     return nullcontext()
 
 
-def is_sharded(tensor: Tensor) -> bool:
+def is_sharded(tensor: Tensor) -> "TypeIs[DTensor]":
     """Whether it is a DTensor (asked without importing torch.distributed.tensor, which takes half a second)."""
     return hasattr(tensor, "full_tensor")
 
