@@ -1,6 +1,7 @@
 """From a valid configuration to an outcome: the one place that knows how a run is started, watched and ended."""
 
 import json
+import os
 import shlex
 import shutil
 import signal
@@ -22,6 +23,8 @@ from manta.plan import Needs
 from manta.runs import RunDir
 from manta.targets import build
 from manta.view import Rows, View, table
+
+REHEARSAL = "GPUs are declared but torch finds no CUDA device: computing on CPU (a rehearsal)."
 
 
 class Interrupts:
@@ -103,7 +106,7 @@ class Launch:
         if needs is not None and (needs.num_workers == 0 or config.plan):
             return self.run(needs, rows, self._in_process)
         with self.view.capture_descriptors(), connect(config.cluster) as nodes:
-            return self.run(plan.resolve(config, nodes), rows, self._on_ray)
+            return self.run(plan.resolve(config, nodes, own=local), rows, self._on_ray)
 
     def run(self, needs: Needs, rows: Rows, execute: Callable[[RunDir, Needs], str]) -> int:
         """Show the plan, make the run directory, execute, and record how it ended."""
@@ -137,9 +140,10 @@ class Launch:
         from manta import session
 
         with self.view.capture_prints():
-            return session.train(
-                session.plain(run, needs.use_gpu, self.interrupts.asked, self.view.update), self.config
-            )
+            mine = session.plain(run, self.config.scaling.use_gpu, self.interrupts.asked, self.view.update)
+            if needs.use_gpu and mine.device.type == "cpu":
+                self.view.say(REHEARSAL)
+            return session.train(mine, self.config)
 
     def _on_ray(self, run: RunDir, needs: Needs) -> str:
         self.interrupts.listen()
@@ -212,12 +216,21 @@ def on_workers(
         MantaError: the workers cannot be had, or one of them failed.
     """
     with worker_lines(view.user_line, view.note):
+        wait_for_resources(config.cluster, needs, view.say)
         cuda = needs.use_gpu and has_cuda(config.cluster)
         if needs.use_gpu and not cuda:
-            view.say("GPUs are declared but there is no CUDA device: computing on CPU (a rehearsal).")
-        wait_for_resources(config.cluster, needs, view.say)
-        payload = {"function": function, "arguments": arguments, "config": config, "run": run, "use_gpu": needs.use_gpu}
-        trainer = _trainer(config, run, needs, "nccl" if cuda else "gloo", payload)
+            view.say(REHEARSAL)
+        payload = {
+            "function": function,
+            "arguments": arguments,
+            "config": config,
+            "run": run,
+            "use_gpu": cuda,
+            "folder": os.getcwd(),
+        }
+        # NCCL refuses two ranks on one GPU.
+        backend = "nccl" if cuda and needs.per_worker["GPU"] >= 1 else "gloo"
+        trainer = _trainer(config, run, needs, backend, payload)
         outcome: dict[str, Any] = {}
 
         def fit() -> None:
@@ -241,6 +254,8 @@ def _worker(payload: dict[str, Any]) -> Any:
     """The training function of a Ray Train worker."""
     from manta import session
 
+    if os.path.isdir(payload["folder"]):  # where the command was typed, also on a cluster started elsewhere
+        os.chdir(payload["folder"])
     mine = session.ray_worker(payload["run"], payload["use_gpu"])
     return payload["function"](mine, payload["config"], **payload["arguments"])
 
@@ -263,8 +278,7 @@ def _trainer(config: Config, run: RunDir, needs: Needs, backend: str, payload: d
             num_workers=workers,
             use_gpu=needs.use_gpu,
             resources_per_worker=needs.per_worker,
-            placement_strategy=config.scaling.placement_strategy,
-            accelerator_type=config.scaling.accelerator_type,
+            placement_strategy=needs.placement_strategy,
         ),
         run_config=RunConfig(
             # Ray continues a run of the same name; ours resume from their own checkpoints.
