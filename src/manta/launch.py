@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
+import sysconfig
 import threading
 import time
 import traceback
@@ -12,11 +14,12 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from manta import plan, runs
-from manta.cluster import connect, has_cuda, is_running, wait_for_resources, worker_lines
+from manta.cluster import TELL_S, connect, has_cuda, is_running, wait_for_resources, worker_lines
 from manta.config import Config
 from manta.errors import FAILED, FINISHED, INTERRUPTED, MantaError
 from manta.plan import Needs
@@ -240,24 +243,74 @@ def on_workers(
                 outcome["error"] = error
 
         thread = threading.Thread(target=fit, name="fit", daemon=True)
+        _sign_of_life(run).unlink(missing_ok=True)
+        told = time.monotonic()
         thread.start()
         while thread.is_alive():
             thread.join(0.2)
             draw()
+            if time.monotonic() - told > 2 * TELL_S and not _sign_of_life(run).exists():
+                view.say(f"Waiting for {needs} to start.")
+                told = time.monotonic()
         draw()
     if "error" in outcome:
-        raise explain_failure(outcome["error"], run) from outcome["error"]
+        raise explain_failure(outcome["error"], run)
     return outcome["value"]
+
+
+class WorkerFailed(MantaError):
+    """What another exception of a worker is on the driver: words only, so that it can always be sent."""
+
+    def __init__(self, message: str, remote: str) -> None:
+        super().__init__(message, code=FAILED)
+        self.remote = remote
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.remote)
+
+
+class RemoteTraceback(Exception):
+    """A worker's traceback, as the cause of what is raised on the driver."""
 
 
 def _worker(payload: dict[str, Any]) -> Any:
     """The training function of a Ray Train worker."""
+    import ray.train
+
     from manta import session
 
-    if os.path.isdir(payload["folder"]):  # where the command was typed, also on a cluster started elsewhere
-        os.chdir(payload["folder"])
-    mine = session.ray_worker(payload["run"], payload["use_gpu"])
-    return payload["function"](mine, payload["config"], **payload["arguments"])
+    try:
+        if os.path.isdir(payload["folder"]):  # where the command was typed, also on a cluster started elsewhere
+            os.chdir(payload["folder"])
+        _sign_of_life(payload["run"]).touch()
+        mine = session.ray_worker(payload["run"], payload["use_gpu"])
+        return payload["function"](mine, payload["config"], **payload["arguments"])
+    except MantaError:
+        raise
+    except (Exception, SystemExit) as error:
+        rank = ray.train.get_context().get_world_rank()
+        remote = "".join(traceback.format_exception(error))
+        raise WorkerFailed(f"Training failed on rank {rank}: {_in_short(error)}", remote) from None
+
+
+def _in_short(error: BaseException) -> str:
+    """An exception with the innermost line outside installed packages: the researcher's own."""
+    text = str(error).strip()
+    if "Original Traceback" in text:  # of a DataLoader process
+        text = text.splitlines()[-1]
+        places = re.findall(r'File "(.+?)", line (\d+)', str(error))
+    else:
+        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+        places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    installed = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+    own = [place for place in places if not place[0].startswith((*installed, "<"))]
+    file, line = (own or places)[-1]
+    return f"{text} ({file}:{line})"
+
+
+def _sign_of_life(run: RunDir) -> Path:
+    """Exists once a worker has started."""
+    return run.path / ".ray" / "started"
 
 
 def _train(mine: Any, config: Config) -> str:
@@ -280,12 +333,12 @@ def _trainer(config: Config, run: RunDir, needs: Needs, backend: str, payload: d
             resources_per_worker=needs.per_worker,
             placement_strategy=needs.placement_strategy,
         ),
-        run_config=RunConfig(
+        run_config=RunConfig(  # type: ignore[call-arg]
             # Ray continues a run of the same name; ours resume from their own checkpoints.
             name=uuid.uuid4().hex,
             storage_path=str(run.path / ".ray"),
             # A worker group that cannot start is tried again for ever by default.
-            failure_config=FailureConfig(
+            failure_config=FailureConfig(  # type: ignore[call-arg]
                 max_failures=config.scaling.max_failures,
                 controller_failure_limit=3 if needs.max_workers is None else -1,
             ),
@@ -326,45 +379,48 @@ class Tail:
         return found
 
 
-_FOLLOWERS = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "ActorDiedError",
-    "ActorUnavailableError",
-    "Gloo",
-)
+# What a rank raises because another one is gone.
+_FOLLOWERS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Gloo", "NCCL")
 
 
 def explain_failure(error: BaseException, run: RunDir) -> MantaError:
     """One message for what Ray raised: the first cause among the workers, not what followed from it."""
     failures: dict[int, BaseException] = getattr(error, "worker_failures", {})
-    resume = f"Resume from the last checkpoint: python train.py resume={shlex.quote(str(run))}"
-    causes = {rank: _root(failure) for rank, failure in failures.items()}
-    for cause in causes.values():
-        if isinstance(cause, MantaError) and "the loss is" in str(cause):
-            return cause
-    for cause in causes.values():
-        if isinstance(cause, MantaError):
-            return cause
-    ranked = sorted(
-        causes.items(), key=lambda item: any(mark in f"{type(item[1]).__name__}{item[1]}" for mark in _FOLLOWERS)
+    again = f"Resume from the last checkpoint: python train.py resume={shlex.quote(str(run))}"
+    if not failures:
+        return _failed(f"Ray could not run the training: {error} (see {run}/train.log)\n{again}", error)
+    rank, cause = min(failures.items(), key=lambda item: _remoteness(item[1]))
+    if isinstance(cause, WorkerFailed):
+        return _failed(f"{cause}\n{again}", RemoteTraceback(f"\n\n{cause.remote}"))
+    if isinstance(cause, MantaError):
+        return cause
+    died = getattr(cause, "health_check_failure", None)
+    if died is None:
+        return _failed(f"Training failed on rank {rank}: {cause}\n{again}", error)
+    ranks = run.read("workers.json").get("ranks", [])
+    where = {entry["rank"]: f" (pid {entry['pid']} on {entry['host']})" for entry in ranks}
+    why = "killed, out of memory, or a crash in native code"
+    if type(died).__name__ == "OutOfMemoryError":
+        why = "killed by Ray, the machine was running out of memory"
+    return _failed(
+        f"Training failed: the process of rank {rank}{where.get(rank, '')} is gone: {why}. Details: {run}/train.log\n{again}",
+        error,
     )
-    if not ranked:
-        return MantaError(
-            f"Ray could not run the training: {error}. Details are in {run}/train.log. {resume}", code=FAILED
-        )
-    rank, cause = ranked[0]
-    text = str(cause).strip() or type(cause).__name__
-    return MantaError(f"Training failed on rank {rank}: {type(cause).__name__}: {text}\n{resume}", code=FAILED)
 
 
-def _root(error: BaseException) -> BaseException:
-    """The exception that the worker's own code raised."""
-    for attribute in ("cause", "_base_exc"):
-        inner = getattr(error, attribute, None)
-        if isinstance(inner, BaseException):
-            return _root(inner)
-    return error
+def _failed(message: str, cause: BaseException) -> MantaError:
+    found = MantaError(message, code=FAILED)
+    found.__cause__ = cause
+    return found
+
+
+def _remoteness(failure: BaseException) -> int:
+    """How far a failure is from the first cause."""
+    if isinstance(failure, WorkerFailed):
+        return 3 if any(mark in str(failure) for mark in _FOLLOWERS) else 1
+    if isinstance(failure, MantaError):  # a NaN loss of one rank is a NaN gradient on all
+        return 0 if "the loss is" in str(failure) else 1
+    return 2
 
 
 # --- the end -----------------------------------------------------------------------------------------------------

@@ -123,7 +123,7 @@ def _knock(address: str) -> None:
     """
     import grpc
     from ray._private.gcs_utils import create_gcs_channel
-    from ray._raylet import GcsClient
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
     with create_gcs_channel(address) as channel:
         try:
@@ -194,12 +194,16 @@ def worker_lines(show: Any, note: Any) -> Iterator[None]:
     """Hand what workers print to `show`, and what Ray's own processes print to `note`."""
     from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
 
+    failed = set()  # processes that print a traceback, which the driver shows in its own way
+
     def handle(data: dict[str, Any]) -> None:
         if data.get("pid") == "autoscaler" or data.get("actor_name") == "PlacementGroupCleaner":
             return  # a line a second each, about nothing
         ours = data.get("actor_name") == "RayTrainWorker"
         for line in data.get("lines", []):
-            if ours and not _is_chatter(line):
+            if line.startswith("Error in training function"):
+                failed.add(data.get("pid"))
+            if ours and data.get("pid") not in failed and not _is_chatter(line):
                 show(line)
             else:
                 note(f"({data.get('actor_name') or 'ray'} pid={data.get('pid')}) {line}")
