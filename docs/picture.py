@@ -4,11 +4,13 @@ import os
 import re
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
 from rich.console import Console
+from rich.progress import Progress
 
 from manta import launch, view
 from manta.config import from_hydra, register
@@ -26,7 +28,9 @@ def main() -> None:
         recorded.append(Console(record=True, width=118, force_terminal=True, highlight=False, soft_wrap=True))
         return recorded[0]
 
-    view.Console = console  # type: ignore[misc]
+    # A recording keeps every frame of the live line: leave it out.
+    setattr(view, "Console", console)
+    setattr(view, "Progress", partial(Progress, disable=True))
     register()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)

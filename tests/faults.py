@@ -58,3 +58,16 @@ class Break:
         breakpoint()  # noqa: T100
         assert answer
         return batch
+
+
+class RaiseAt:
+    """A mistake in the researcher's code: ValueError at the `call`-th training batch of one rank."""
+
+    def __init__(self, call: int, rank: int = 0) -> None:
+        self.call, self.rank, self.calls = call, rank, 0
+
+    def __call__(self, batch: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == self.call and _rank() == self.rank:
+            raise ValueError("the user's own mistake")
+        return batch

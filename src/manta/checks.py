@@ -233,6 +233,15 @@ def resources(config: Config) -> Iterator[str]:
             yield f"{key}.{name}={amount:g} must be null or >= 0."
         if name != in_ray and in_ray in ("CPU", "GPU"):
             yield f"{key}.{name}={amount:g} is {in_ray} in Ray's words: {key}.{in_ray}={amount:g}."
+        if name == "GPU" and amount > 1 and amount != int(amount):
+            yield f"{key}.GPU={amount:g}: Ray shares one GPU or gives whole ones. Set {key}.GPU={math.ceil(amount)}."
+    if given.get("CPU") == 0 and not any(given.values()) and not use_gpu:
+        yield f"{key}.CPU=0: a worker must take something. Set {key}.CPU=1, or null for a share of the CPUs."
+    if use_gpu is False and config.scaling.accelerator_type is not None:
+        yield (
+            f"scaling.accelerator_type={config.scaling.accelerator_type} is a type of GPU, and scaling.use_gpu=false "
+            "asks for none. Leave one of them null."
+        )
     if use_gpu is not None and "GPU" in given and use_gpu != (given["GPU"] > 0):
         yield f"scaling.use_gpu={_typed(use_gpu)} contradicts {key}.GPU={given['GPU']:g}. Leave one of them null."
 

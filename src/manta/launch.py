@@ -1,9 +1,12 @@
 """From a valid configuration to an outcome: the one place that knows how a run is started, watched and ended."""
 
 import json
+import os
+import re
 import shlex
 import shutil
 import signal
+import sysconfig
 import threading
 import time
 import traceback
@@ -11,17 +14,23 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from manta import plan, runs
-from manta.cluster import connect, has_cuda, is_running, wait_for_resources, worker_lines
+from manta.cluster import TELL_S, connect, has_cuda, is_running, wait_for_resources, worker_lines
 from manta.config import Config
 from manta.errors import FAILED, FINISHED, INTERRUPTED, MantaError
 from manta.plan import Needs
 from manta.runs import RunDir
 from manta.targets import build
 from manta.view import Rows, View, table
+
+if TYPE_CHECKING:
+    from manta.recipes import Outline
+
+REHEARSAL = "GPUs are declared but torch finds no CUDA device: computing on CPU (a rehearsal)."
 
 
 class Interrupts:
@@ -99,15 +108,15 @@ class Launch:
         local = config.scaling.num_workers == 0 or (config.cluster.kind == "local" and not is_running())
         needs = plan.resolve(config, [plan.local_node(config.cluster)]) if local else None
         recipe = build("recipe", {"_target_": config.recipe._target_}, config.allowed_targets)
-        rows = recipe.check(config, look_at_data=local)
+        outline = recipe.check(config, look_at_data=local)
         if needs is not None and (needs.num_workers == 0 or config.plan):
-            return self.run(needs, rows, self._in_process)
+            return self.run(needs, outline, self._in_process)
         with self.view.capture_descriptors(), connect(config.cluster) as nodes:
-            return self.run(plan.resolve(config, nodes), rows, self._on_ray)
+            return self.run(plan.resolve(config, nodes, own=local), outline, self._on_ray)
 
-    def run(self, needs: Needs, rows: Rows, execute: Callable[[RunDir, Needs], str]) -> int:
+    def run(self, needs: Needs, outline: "Outline", execute: Callable[[RunDir, Needs], str]) -> int:
         """Show the plan, make the run directory, execute, and record how it ended."""
-        view, rows = self.view, [*rows, *_scaling_rows(self.config, needs)]
+        view, rows = self.view, [*outline.rows, *_scaling_rows(self.config, needs)]
         if self.config.plan:
             view.say(table("Plan", rows))
             return FINISHED
@@ -117,7 +126,7 @@ class Launch:
         view.say(table("Plan" if self.previous is None else f"Plan (continuing {run})", [*rows, ("results", str(run))]))
         began = time.monotonic()
         try:
-            with view.progress(self.config):
+            with view.progress(self.config, outline.total_steps):
                 state = execute(run, needs)
         except KeyboardInterrupt:
             state = runs.INTERRUPTED
@@ -137,9 +146,10 @@ class Launch:
         from manta import session
 
         with self.view.capture_prints():
-            return session.train(
-                session.plain(run, needs.use_gpu, self.interrupts.asked, self.view.update), self.config
-            )
+            mine = session.plain(run, self.config.scaling.use_gpu, self.interrupts.asked, self.view.update)
+            if needs.use_gpu and mine.device.type == "cpu":
+                self.view.say(REHEARSAL)
+            return session.train(mine, self.config)
 
     def _on_ray(self, run: RunDir, needs: Needs) -> str:
         self.interrupts.listen()
@@ -214,12 +224,22 @@ def on_workers(
         MantaError: the workers cannot be had, or one of them failed.
     """
     with worker_lines(view.user_line, view.note):
+        wait_for_resources(config.cluster, needs, view.say)
         cuda = needs.use_gpu and has_cuda(config.cluster)
         if needs.use_gpu and not cuda:
-            view.say("GPUs are declared but there is no CUDA device: computing on CPU (a rehearsal).")
-        wait_for_resources(config.cluster, needs, view.say)
-        payload = {"function": function, "arguments": arguments, "config": config, "run": run, "use_gpu": needs.use_gpu}
-        trainer = _trainer(config, run, needs, "nccl" if cuda else "gloo", payload)
+            view.say(REHEARSAL)
+        payload = {
+            "function": function,
+            "arguments": arguments,
+            "config": config,
+            "run": run,
+            "use_gpu": cuda,
+            "folder": os.getcwd(),
+            "what": what,
+        }
+        # NCCL refuses two ranks on one GPU.
+        backend = "nccl" if cuda and needs.per_worker["GPU"] >= 1 else "gloo"
+        trainer = _trainer(config, run, needs, backend, payload)
         outcome: dict[str, Any] = {}
 
         def fit() -> None:
@@ -229,22 +249,74 @@ def on_workers(
                 outcome["error"] = error
 
         thread = threading.Thread(target=fit, name="fit", daemon=True)
+        _sign_of_life(run).unlink(missing_ok=True)
+        told = time.monotonic()
         thread.start()
         while thread.is_alive():
             thread.join(0.2)
             draw()
+            if time.monotonic() - told > 2 * TELL_S and not _sign_of_life(run).exists():
+                view.say(f"Waiting for {needs} to start.")
+                told = time.monotonic()
         draw()
     if "error" in outcome:
-        raise explain_failure(outcome["error"], run, what) from outcome["error"]
+        raise explain_failure(outcome["error"], run, what)
     return outcome["value"]
+
+
+class WorkerFailed(MantaError):
+    """What another exception of a worker is on the driver: words only, so that it can always be sent."""
+
+    def __init__(self, message: str, remote: str) -> None:
+        super().__init__(message, code=FAILED)
+        self.remote = remote
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.remote)
+
+
+class RemoteTraceback(Exception):
+    """A worker's traceback, as the cause of what is raised on the driver."""
 
 
 def _worker(payload: dict[str, Any]) -> Any:
     """The training function of a Ray Train worker."""
+    import ray.train
+
     from manta import session
 
-    mine = session.ray_worker(payload["run"], payload["use_gpu"])
-    return payload["function"](mine, payload["config"], **payload["arguments"])
+    try:
+        if os.path.isdir(payload["folder"]):  # where the command was typed, also on a cluster started elsewhere
+            os.chdir(payload["folder"])
+        _sign_of_life(payload["run"]).touch()
+        mine = session.ray_worker(payload["run"], payload["use_gpu"])
+        return payload["function"](mine, payload["config"], **payload["arguments"])
+    except MantaError:
+        raise
+    except (Exception, SystemExit) as error:
+        rank = ray.train.get_context().get_world_rank()
+        remote = "".join(traceback.format_exception(error))
+        raise WorkerFailed(f"{payload['what']} failed on rank {rank}: {_in_short(error)}", remote) from None
+
+
+def _in_short(error: BaseException) -> str:
+    """An exception with the innermost line outside installed packages: the researcher's own."""
+    text = str(error).strip()
+    if "Original Traceback" in text:  # of a DataLoader process
+        text = text.splitlines()[-1]
+        places = re.findall(r'File "(.+?)", line (\d+)', str(error))
+    else:
+        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+        places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    installed = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+    own = [place for place in places if not place[0].startswith((*installed, "<"))]
+    file, line = (own or places)[-1]
+    return f"{text} ({file}:{line})"
+
+
+def _sign_of_life(run: RunDir) -> Path:
+    """Exists once a worker has started."""
+    return run.path / ".ray" / "started"
 
 
 def _train(mine: Any, config: Config) -> str:
@@ -265,15 +337,14 @@ def _trainer(config: Config, run: RunDir, needs: Needs, backend: str, payload: d
             num_workers=workers,
             use_gpu=needs.use_gpu,
             resources_per_worker=needs.per_worker,
-            placement_strategy=config.scaling.placement_strategy,
-            accelerator_type=config.scaling.accelerator_type,
+            placement_strategy=needs.placement_strategy,
         ),
-        run_config=RunConfig(
+        run_config=RunConfig(  # type: ignore[call-arg]
             # Ray continues a run of the same name; ours resume from their own checkpoints.
             name=uuid.uuid4().hex,
             storage_path=str(run.path / ".ray"),
             # A worker group that cannot start is tried again for ever by default.
-            failure_config=FailureConfig(
+            failure_config=FailureConfig(  # type: ignore[call-arg]
                 max_failures=config.scaling.max_failures,
                 controller_failure_limit=3 if needs.max_workers is None else -1,  # type: ignore[call-arg]
             ),
@@ -314,47 +385,50 @@ class Tail:
         return found
 
 
-_FOLLOWERS = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "ActorDiedError",
-    "ActorUnavailableError",
-    "Gloo",
-)
+# What a rank raises because another one is gone.
+_FOLLOWERS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Gloo", "NCCL")
 
 
 def explain_failure(error: BaseException, run: RunDir, what: str = "Training") -> MantaError:
     """One message for what Ray raised: the first cause among the workers, not what followed from it."""
     failures: dict[int, BaseException] = getattr(error, "worker_failures", {})
-    resume = f"Resume from the last checkpoint: python train.py resume={shlex.quote(str(run))}"
-    resume = resume if what == "Training" else ""
-    causes = {rank: _root(failure) for rank, failure in failures.items()}
-    for cause in causes.values():
-        if isinstance(cause, MantaError) and "the loss is" in str(cause):
-            return cause
-    for cause in causes.values():
-        if isinstance(cause, MantaError):
-            return cause
-    ranked = sorted(
-        causes.items(), key=lambda item: any(mark in f"{type(item[1]).__name__}{item[1]}" for mark in _FOLLOWERS)
+    again = ""
+    if what == "Training":
+        again = f"\nResume from the last checkpoint: python train.py resume={shlex.quote(str(run))}"
+    if not failures:
+        return _failed(f"Ray could not run the {what.lower()}: {error} (see {run}/train.log){again}", error)
+    rank, cause = min(failures.items(), key=lambda item: _remoteness(item[1]))
+    if isinstance(cause, WorkerFailed):
+        return _failed(f"{cause}{again}", RemoteTraceback(f"\n\n{cause.remote}"))
+    if isinstance(cause, MantaError):
+        return cause
+    died = getattr(cause, "health_check_failure", None)
+    if died is None:
+        return _failed(f"{what} failed on rank {rank}: {cause}{again}", error)
+    ranks = run.read("workers.json").get("ranks", [])
+    where = {entry["rank"]: f" (pid {entry['pid']} on {entry['host']})" for entry in ranks}
+    why = "killed, out of memory, or a crash in native code"
+    if type(died).__name__ == "OutOfMemoryError":
+        why = "killed by Ray, the machine was running out of memory"
+    return _failed(
+        f"{what} failed: the process of rank {rank}{where.get(rank, '')} is gone: {why}. Details: {run}/train.log{again}",
+        error,
     )
-    if not ranked:
-        return MantaError(
-            f"Ray could not run the {what.lower()}: {error}. Details are in {run}/train.log. {resume}".rstrip(),
-            code=FAILED,
-        )
-    rank, cause = ranked[0]
-    text = str(cause).strip() or type(cause).__name__
-    return MantaError(f"{what} failed on rank {rank}: {type(cause).__name__}: {text}\n{resume}".rstrip(), code=FAILED)
 
 
-def _root(error: BaseException) -> BaseException:
-    """The exception that the worker's own code raised."""
-    for attribute in ("cause", "_base_exc"):
-        inner = getattr(error, attribute, None)
-        if isinstance(inner, BaseException):
-            return _root(inner)
-    return error
+def _failed(message: str, cause: BaseException) -> MantaError:
+    found = MantaError(message, code=FAILED)
+    found.__cause__ = cause
+    return found
+
+
+def _remoteness(failure: BaseException) -> int:
+    """How far a failure is from the first cause."""
+    if isinstance(failure, WorkerFailed):
+        return 3 if any(mark in str(failure) for mark in _FOLLOWERS) else 1
+    if isinstance(failure, MantaError):  # a NaN loss of one rank is a NaN gradient on all
+        return 0 if "the loss is" in str(failure) else 1
+    return 2
 
 
 # --- the end -----------------------------------------------------------------------------------------------------

@@ -80,14 +80,14 @@ class View:
     # --- progress ------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def progress(self, config: Config) -> Iterator[None]:
+    def progress(self, config: Config, total_steps: int | None) -> Iterator[None]:
         """Inside, `update` draws the reports it is given."""
         self._objective, self._last_step = config.objective.metric, -1
         if self.terminal.is_terminal:
             self._live = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(bar_width=24),
-                TextColumn("{task.completed}/{task.total}"),
+                TextColumn("step {task.completed}" + ("/{task.total}" if total_steps else "")),
                 TextColumn("{task.fields[numbers]}"),
                 TimeRemainingColumn(compact=True),
                 console=self.terminal,
@@ -96,7 +96,7 @@ class View:
                 redirect_stdout=False,
                 redirect_stderr=False,
             )
-            self._task = self._live.add_task("starting", total=None, numbers="")
+            self._task = self._live.add_task("starting", total=total_steps, numbers="")
             self._live.start()
         try:
             yield

@@ -1,17 +1,18 @@
 """Where Ray comes from. `connect` gives a running Ray for the length of a launch; one we started is gone afterwards."""
 
 import logging
+import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from manta import plan
 from manta.config import Cluster
-from manta.errors import MantaError
+from manta.errors import FAILED, MantaError
 from manta.plan import Needs, Node, local_node
 
 # Ours unless the user set them. Numbers measured on 2 cores: the health check also throttles how fast a run starts
@@ -25,6 +26,11 @@ _ENVIRONMENT = {
     "RAY_DEDUP_LOGS": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
+
+ANSWER_S = 5
+"""How long a cluster may take to answer."""
+TELL_S = 15
+"""How often a launch that waits says what for."""
 
 
 def is_running() -> bool:
@@ -66,21 +72,92 @@ def connect(cluster: Cluster) -> Iterator[list[Node]]:
 
 
 def _join(cluster: Cluster) -> None:
-    import ray
-    import ray.exceptions
+    """Connect to `cluster.address`. Ray alone would try for a quarter of an hour and not say why it failed.
 
-    token = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
-    if token or (Path.home() / ".ray" / "auth_token").is_file():
-        # `ray start --head` asks for a token wherever one exists; joining by address never sends it unless told.
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
+    Raises:
+        MantaError: nothing answers there, or it is no Ray, or its token, its versions or its nodes do not fit.
+    """
+    import ray
+    from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+    from ray.exceptions import AuthenticationError
+
+    setting = f"cluster.address={cluster.address}"
+    # `ray start --head` asks for a token wherever one exists; joining by address never sends it unless told.
+    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     try:
-        ray.init(address=cluster.address, logging_level=logging.WARNING)
-    except (ConnectionError, ray.exceptions.RayError, RuntimeError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        address = _address(cluster.address)
+        _knock(address)
+        ray.init(address=address, logging_level=logging.WARNING)
+    except AuthenticationError as error:
         raise MantaError(
-            f"cluster.address={cluster.address}: no Ray cluster answered there ({reason}). Start one with "
-            f"`ray start --head`, check the address, and if it uses tokens set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN."
+            f"{setting}: the Ray cluster there wants its token and {_token()} Set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN "
+            f"to the cluster's: `ray get-auth-token` prints it on its head node."
         ) from error
+    except Exception as error:
+        raise MantaError(f"{setting}: {_why(error)}") from error
+
+
+def _address(given: str | None) -> str:
+    """host:port of an address.
+
+    Raises:
+        ConnectionError: `auto`, and no Ray runs here, or several do and none of them is the last one started by hand.
+    """
+    from ray._private import services
+
+    if given == "auto" and not os.environ.get("RAY_ADDRESS"):
+        running, last = services.find_gcs_addresses(), services.find_bootstrap_address(None)
+        if len(running) > 1 and last not in running:  # Ray would take any, also another run's own
+            raise ConnectionError(f"{len(running)} run on this machine, name one of {', '.join(sorted(running))}")
+    address = services.canonicalize_bootstrap_address(given or "auto")
+    assert address is not None
+    return address
+
+
+def _knock(address: str) -> None:
+    """Return if a Ray answers at an address and lets us in.
+
+    Raises:
+        ConnectionError: nothing answers in time, or what answers is no Ray.
+        ray.exceptions.AuthenticationError: it wants another token.
+    """
+    import grpc
+    from ray._private.gcs_utils import create_gcs_channel
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]
+
+    with create_gcs_channel(address) as channel:
+        try:
+            grpc.channel_ready_future(channel).result(timeout=ANSWER_S)
+        except grpc.FutureTimeoutError:
+            raise ConnectionError(f"nothing answered at {address} within {ANSWER_S} s") from None
+    GcsClient(address=address)
+
+
+def _token() -> str:
+    """Which token was sent, never its value."""
+    if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
+        return "none was sent."
+    names = [name for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH") if os.environ.get(name)]
+    source = names[0] if names else "~/.ray/auth_token"
+    return f"did not accept the one of {source}."
+
+
+def _why(error: Exception) -> str:
+    """Why a cluster could not be joined, and the way out."""
+    text = str(error)
+    versions = re.findall(r"(Ray|Python): (\S+)", text)
+    if "Version mismatch" in text and len(versions) == 4:
+        theirs, ours = versions[:2], versions[2:]
+        shown = [" and ".join(map(" ".join, side)) for side in (theirs, ours)]
+        return (
+            f"the cluster runs {shown[0]}, this command {shown[1]}. They must be the same: use an environment with the "
+            f"cluster's versions (pip install ray=={theirs[0][1]}), or update the cluster."
+        )
+    reason = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__).rstrip(".")
+    return (
+        f"no Ray cluster could be joined ({reason}). Check the address, start one with `ray start --head`, or run on this "
+        "machine alone: cluster=local"
+    )
 
 
 def nodes() -> list[Node]:
@@ -96,21 +173,20 @@ def nodes() -> list[Node]:
 
 
 def has_cuda(cluster: Cluster) -> bool:
-    """Whether a worker that is given a GPU will find one (logical GPUs may be declared without any)."""
+    """Whether a worker that is given a GPU will find one (logical GPUs may be declared without any).
+
+    On a cluster a worker is asked, so a GPU must be free.
+    """
     import ray
 
-    if cluster.kind == "local":
+    def probe() -> bool:
         import torch
 
         return torch.cuda.is_available()
 
-    @ray.remote(num_cpus=0, num_gpus=0.001)
-    def probe() -> bool:
-        from manta.plan import gpu_count
-
-        return gpu_count() > 0
-
-    return bool(ray.get(probe.remote(), timeout=120))
+    if cluster.kind == "local":
+        return probe()
+    return bool(ray.get(ray.remote(num_cpus=0, num_gpus=0.001, max_calls=1)(probe).remote()))
 
 
 @contextmanager
@@ -118,12 +194,16 @@ def worker_lines(show: Any, note: Any) -> Iterator[None]:
     """Hand what workers print to `show`, and what Ray's own processes print to `note`."""
     from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
 
+    failed = set()  # processes that print a traceback, which the driver shows in its own way
+
     def handle(data: dict[str, Any]) -> None:
         if data.get("pid") == "autoscaler" or data.get("actor_name") == "PlacementGroupCleaner":
             return  # a line a second each, about nothing
         ours = data.get("actor_name") == "RayTrainWorker"
         for line in data.get("lines", []):
-            if ours and not _is_chatter(line):
+            if line.startswith("Error in training function"):
+                failed.add(data.get("pid"))
+            if ours and data.get("pid") not in failed and not _is_chatter(line):
                 show(line)
             else:
                 note(f"({data.get('actor_name') or 'ray'} pid={data.get('pid')}) {line}")
@@ -149,21 +229,23 @@ def wait_for_resources(cluster: Cluster, needs: Needs, say: Callable[[str], None
     Raises:
         MantaError: still busy after `cluster.wait_s`.
     """
-    import ray
     from ray._private.state import available_resources_per_node
 
-    deadline, told = time.monotonic() + cluster.wait_s, 0.0
+    began, told = time.monotonic(), -math.inf
     while True:
         free = list(available_resources_per_node().values())
-        if plan.room(needs.per_worker, free) >= needs.num_workers:
+        if plan.room(needs.per_worker, free, needs.placement_strategy) >= needs.num_workers:
             return
-        now = time.monotonic()
-        total = ray.available_resources()
-        have = plan.shown({key: total.get(key, 0) for key in needs.per_worker})
-        wanted = f"{needs.num_workers} workers with {plan.shown(needs.per_worker)} each; free now: {have}"
-        if now > deadline:
-            raise MantaError(f"Waited {cluster.wait_s:.0f} s (cluster.wait_s) for {wanted}.")
-        if now - told > 15:
-            say(f"Waiting for {wanted}.")
-            told = now
+        waited = time.monotonic() - began
+        have = {key: sum(node.get(key, 0) for node in free) for key in needs.per_worker}
+        wanted = f"{needs}; free now: {plan.shown(have)}"
+        if waited > cluster.wait_s:
+            raise MantaError(
+                f"cluster.wait_s={cluster.wait_s:g}: waited in vain for {wanted}. Ask for less (scaling.num_workers, "
+                "scaling.resources_per_worker), or wait longer: cluster.wait_s=3600",
+                code=FAILED,
+            )
+        if waited - told >= TELL_S:
+            say(f"Waiting for {wanted} (for up to {cluster.wait_s:g} s)")
+            told = waited
         time.sleep(0.5)

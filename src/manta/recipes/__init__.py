@@ -1,6 +1,7 @@
 """Recipes: training functions that see only a Session. `recipe=` chooses one; every other group keeps its meaning."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,8 +11,16 @@ from manta.config import Config
 from manta.data import AnySet
 from manta.session import Session
 
-Rows = list[tuple[str, str]]
-"""Lines of the plan: (what, value)."""
+
+@dataclass
+class Outline:
+    """What a run will be, told before it starts."""
+
+    rows: list[tuple[str, str]]
+    """Lines of the plan: (what, value)."""
+    total_steps: int | None = None
+    """Optimizer steps to the end, if the driver can know."""
+
 
 Prediction = tuple[Tensor, Tensor, Tensor]
 """Of n samples, on the CPU: predicted classes (n,) int64, probabilities (n, classes), targets (n,)."""
@@ -20,7 +29,7 @@ Prediction = tuple[Tensor, Tensor, Tensor]
 class Recipe(Protocol):
     """What a class named by `recipe._target_` offers; it is constructed without arguments."""
 
-    def check(self, config: Config, look_at_data: bool) -> Rows:
+    def check(self, config: Config, look_at_data: bool) -> Outline:
         """On the driver, before anything starts: refuse what cannot work, describe what will run.
 
         Args:

@@ -12,7 +12,7 @@ from manta.data import AnySet, Splits
 from manta.data.load import load_splits
 from manta.data.transforms import build_transforms
 from manta.errors import MantaError
-from manta.recipes import Prediction, Rows
+from manta.recipes import Outline, Prediction
 from manta.session import Session
 from manta.training.checkpoint import load_checkpoint
 from manta.training.evaluation import Evaluator, predictions
@@ -26,7 +26,7 @@ from manta.training.tasks import Classification
 class PyTorchRecipe:
     """`recipe=pytorch`; see `manta.recipes.Recipe` for what each method does."""
 
-    def check(self, config: Config, look_at_data: bool) -> Rows:
+    def check(self, config: Config, look_at_data: bool) -> Outline:
         model = _on_meta(config)
         parameters = sum(p.numel() for p in model.parameters())
         name = config.model["_target_"].rsplit(".", 1)[-1]
@@ -45,7 +45,7 @@ class PyTorchRecipe:
         build_scheduler(config, build_optimizer(config, model), total)
         if look_at_data:
             rows.append(("training", f"{total['epoch']} epochs, {total['step']:,} steps, {config.training.precision}"))
-        return rows
+        return Outline(rows, total["step"] if look_at_data else None)
 
     def train(self, session: Session, config: Config) -> dict[str, Any]:
         return Loop(session, config, load_splits(config.data, config.allowed_targets)).run()
