@@ -25,7 +25,7 @@ from manta.errors import FAILED, FINISHED, INTERRUPTED, MantaError
 from manta.plan import Needs
 from manta.runs import RunDir
 from manta.targets import build
-from manta.view import Rows, View, table
+from manta.view import Rows, View, number, table
 
 if TYPE_CHECKING:
     from manta.recipes import Outline
@@ -34,11 +34,15 @@ REHEARSAL = "GPUs are declared but torch finds no CUDA device: computing on CPU 
 
 
 class Interrupts:
-    """SIGINT and SIGTERM of this process: the first asks to stop after a checkpoint, a second one stops at once."""
+    """SIGINT and SIGTERM of this process: while training the first asks to stop after a checkpoint.
+
+    A second one, and any before training has begun, stops at once.
+    """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.say, self.count = say, 0
-        self.on_first: Callable[[], None] = lambda: None
+        self.ask: Callable[[], None] | None = None
+        """Asks the training that is under way to stop; raises KeyboardInterrupt if there is nothing to save yet."""
 
     def asked(self) -> bool:
         return self.count > 0
@@ -64,10 +68,10 @@ class Interrupts:
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         self.count += 1
-        if self.count > 1:
+        if self.count > 1 or self.ask is None:
             raise KeyboardInterrupt
         self.say(f"{signal.Signals(number).name}: stopping after a checkpoint (once more stops at once)")
-        self.on_first()
+        self.ask()
 
 
 def launch(config: Config, overrides: list[str], previous: RunDir | None = None) -> int:
@@ -121,11 +125,14 @@ class Launch:
             view.say(table("Plan", rows))
             return FINISHED
         run = self.previous or runs.create(self.config)
-        run.begin(self.config, self.overrides)
-        view.open_log(run.log)
-        view.say(table("Plan" if self.previous is None else f"Plan (continuing {run})", [*rows, ("results", str(run))]))
         began = time.monotonic()
         try:
+            run.begin(self.config, self.overrides)
+            if self.previous is None:
+                runs.point_latest(Path(self.config.storage.path), run.path)
+            view.open_log(run.log)
+            title = "Plan" if self.previous is None else f"Plan (continuing {run})"
+            view.say(table(title, [*rows, ("results", str(run))]))
             with view.progress(self.config, outline.total_steps):
                 state = execute(run, needs)
         except KeyboardInterrupt:
@@ -146,6 +153,7 @@ class Launch:
         from manta import session
 
         with self.view.capture_prints():
+            self.interrupts.ask = lambda: None  # the session looks at `asked`
             mine = session.plain(run, self.config.scaling.use_gpu, self.interrupts.asked, self.view.update)
             if needs.use_gpu and mine.device.type == "cpu":
                 self.view.say(REHEARSAL)
@@ -153,9 +161,7 @@ class Launch:
 
     def _on_ray(self, run: RunDir, needs: Needs) -> str:
         self.interrupts.listen()
-        self.interrupts.on_first = lambda: _ask_to_stop(run)
-        if self.interrupts.asked():
-            raise KeyboardInterrupt
+        self.interrupts.ask = lambda: _ask_to_stop(run)
         tail = Tail(run)
 
         def draw() -> None:
@@ -446,11 +452,11 @@ def _result(run: RunDir, state: str, seconds: float) -> Any:
     best = summary.get("best")
     rows: Rows = []
     if best:
-        shown = "  ".join(f"{key} {value:.4f}" for key, value in best["metrics"].items() if value is not None)
+        shown = "  ".join(f"{key} {number(value)}" for key, value in best["metrics"].items())
         rows.append(("best", f"epoch {best['epoch']}, step {best['step']}: {shown}"))
         rows.append(("checkpoint", f"{run}/checkpoints/best"))
     if summary.get("test"):
-        rows.append(("test", "  ".join(f"{key} {value:.4f}" for key, value in summary["test"].items())))
+        rows.append(("test", "  ".join(f"{key} {number(value)}" for key, value in summary["test"].items())))
     speed = summary.get("throughput", {}).get("samples_per_s", 0)
     rows.append(("time", f"{seconds:.1f} s, training {speed:,.0f} samples/s"))
     if state == "finished":

@@ -6,6 +6,7 @@ The layout is a contract that other tools read; docs/run_directory.md describes 
 import dataclasses
 import fcntl
 import json
+import math
 import os
 import platform
 import re
@@ -40,10 +41,21 @@ def now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
 
 
+def finite(value: Any) -> Any:
+    """A value with every number that JSON lacks (NaN, infinity) as None."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [finite(item) for item in value]
+    return value
+
+
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Replace a JSON file in one step, so that readers never see half of it."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(json.dumps(value, indent=2) + "\n")
+    aside.write_text(json.dumps(finite(value), indent=2) + "\n")
     aside.replace(path)
 
 
@@ -173,7 +185,7 @@ def short(path: Path) -> str:
 
 
 def create(config: Config) -> RunDir:
-    """Make a new run directory `<storage.path>/<date>/<time>[-<name>]` and point `latest` to it.
+    """Make a new run directory `<storage.path>/<date>/<time>[-<name>]`.
 
     Raises:
         MantaError: it cannot be written there.
@@ -191,7 +203,6 @@ def create(config: Config) -> RunDir:
                 break
             except FileExistsError:
                 continue
-        point_latest(root, path)
     except OSError as error:
         raise MantaError(
             f"storage.path={config.storage.path} cannot be written: {error.strerror}. Choose another: storage.path=<folder>"
@@ -200,6 +211,7 @@ def create(config: Config) -> RunDir:
 
 
 def point_latest(root: Path, path: Path) -> None:
+    """Make `latest` name a run, once it has all that a resume needs."""
     aside = root / f".latest-{os.getpid()}"
     aside.unlink(missing_ok=True)
     aside.symlink_to(path.relative_to(root))

@@ -3,7 +3,6 @@
 Three makers: `plain` (this process), `ray_worker` (a Ray Train worker); a Tune trial's comes with searches.
 """
 
-import math
 import os
 import socket
 import time
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from manta.config import Config
-from manta.runs import MetricsFile, RunDir, writing
+from manta.runs import MetricsFile, RunDir, finite, writing
 from manta.targets import build
 
 AGREE_EVERY_S = 1.0
@@ -61,8 +60,7 @@ class Session:
         """Append one line of plain numbers to the run's history; numbers that JSON lacks (NaN, inf) become null."""
         if self._metrics is None:
             return
-        line = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-        line["time"] = round(time.time(), 3)
+        line = {**finite(values), "time": round(time.time(), 3)}
         self._metrics.append(line)
         if self.on_report is not None:
             self.on_report(line)

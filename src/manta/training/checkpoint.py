@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from manta.errors import MantaError
-from manta.runs import META
+from manta.runs import META, finite
 from manta.runs import find_checkpoint as find_checkpoint
 
 STATE = "state.pt"
@@ -104,7 +104,7 @@ class CheckpointWriter:
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     with open(path, "w") as file:
-        json.dump(value, file, indent=1)
+        json.dump(finite(value), file, indent=1)
         file.flush()
         os.fsync(file.fileno())
 

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import os
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -97,6 +98,7 @@ class Loop:
         self.train_size = len(splits.train)  # type: ignore[arg-type]
         self.total = training_length(config, self.train_size)
         if config.training.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses
             torch.use_deterministic_algorithms(True)
             torch.backends.cudnn.benchmark = False
         seed_everything(config.seed)  # the weights: equal on every rank, whatever the number of ranks
