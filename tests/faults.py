@@ -55,7 +55,7 @@ class Break:
 
     def __call__(self, batch: Tensor) -> Tensor:
         answer = 41 + 1
-        breakpoint()
+        breakpoint()  # noqa: T100
         assert answer
         return batch
 

@@ -26,7 +26,9 @@ def trained(run: RunDir, steps: int) -> bool:
     return len(read_lines(run.metrics)) >= steps
 
 
-def interrupt(lab: Lab, number: signal.Signals, *settings: str) -> tuple["subprocess.Popen[str]", str, list[psutil.Process]]:
+def interrupt(
+    lab: Lab, number: signal.Signals, *settings: str
+) -> tuple["subprocess.Popen[str]", str, list[psutil.Process]]:
     """Start, signal after 8 steps, wait for the end: the process, its output, and every process it had."""
     process = lab.start(*SLOW, *settings)
     wait_for(lambda: (lab.folder / "latest").exists() and trained(lab.latest, 8), process)

@@ -61,7 +61,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, RunDir]:
 
 
 @pytest.fixture(scope="module")
-@pytest.mark.usefixtures("ray_cluster")
 def undisturbed_on_two(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     lab = Lab(tmp_path_factory.mktemp("undisturbed"))
     return lab.run("scaling=cpu", *RESOURCES, never(lab), *SETTINGS)

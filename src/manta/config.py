@@ -128,7 +128,7 @@ class Checkpointing:
 class Training:
     """The loop."""
 
-    epochs: int | None = 10
+    epochs: int | None = 15
     """Passes over the training set; null = until `max_steps`."""
     max_steps: int | None = None
     """Optimizer steps at most; null = no limit."""

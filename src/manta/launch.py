@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from manta import plan, runs
 from manta.cluster import TELL_S, connect, has_cuda, is_running, wait_for_resources, worker_lines
@@ -26,6 +26,9 @@ from manta.plan import Needs
 from manta.runs import RunDir
 from manta.targets import build
 from manta.view import Rows, View, table
+
+if TYPE_CHECKING:
+    from manta.recipes import Outline
 
 REHEARSAL = "GPUs are declared but torch finds no CUDA device: computing on CPU (a rehearsal)."
 
@@ -105,15 +108,15 @@ class Launch:
         local = config.scaling.num_workers == 0 or (config.cluster.kind == "local" and not is_running())
         needs = plan.resolve(config, [plan.local_node(config.cluster)]) if local else None
         recipe = build("recipe", {"_target_": config.recipe._target_}, config.allowed_targets)
-        rows = recipe.check(config, look_at_data=local)
+        outline = recipe.check(config, look_at_data=local)
         if needs is not None and (needs.num_workers == 0 or config.plan):
-            return self.run(needs, rows, self._in_process)
+            return self.run(needs, outline, self._in_process)
         with self.view.capture_descriptors(), connect(config.cluster) as nodes:
-            return self.run(plan.resolve(config, nodes, own=local), rows, self._on_ray)
+            return self.run(plan.resolve(config, nodes, own=local), outline, self._on_ray)
 
-    def run(self, needs: Needs, rows: Rows, execute: Callable[[RunDir, Needs], str]) -> int:
+    def run(self, needs: Needs, outline: "Outline", execute: Callable[[RunDir, Needs], str]) -> int:
         """Show the plan, make the run directory, execute, and record how it ended."""
-        view, rows = self.view, [*rows, *_scaling_rows(self.config, needs)]
+        view, rows = self.view, [*outline.rows, *_scaling_rows(self.config, needs)]
         if self.config.plan:
             view.say(table("Plan", rows))
             return FINISHED
@@ -123,7 +126,7 @@ class Launch:
         view.say(table("Plan" if self.previous is None else f"Plan (continuing {run})", [*rows, ("results", str(run))]))
         began = time.monotonic()
         try:
-            with view.progress(self.config):
+            with view.progress(self.config, outline.total_steps):
                 state = execute(run, needs)
         except KeyboardInterrupt:
             state = runs.INTERRUPTED
@@ -209,11 +212,13 @@ def on_workers(
     function: Callable[..., Any],
     arguments: dict[str, Any],
     draw: Callable[[], None] = lambda: None,
+    what: str = "Training",
 ) -> Any:
     """Call `function(session, config, **arguments)` on every worker of a Ray Train run; rank 0's result.
 
     Args:
         draw: called several times a second, while this thread waits and can hear signals.
+        what: it is, for messages.
 
     Raises:
         MantaError: the workers cannot be had, or one of them failed.
@@ -230,6 +235,7 @@ def on_workers(
             "run": run,
             "use_gpu": cuda,
             "folder": os.getcwd(),
+            "what": what,
         }
         # NCCL refuses two ranks on one GPU.
         backend = "nccl" if cuda and needs.per_worker["GPU"] >= 1 else "gloo"
@@ -254,7 +260,7 @@ def on_workers(
                 told = time.monotonic()
         draw()
     if "error" in outcome:
-        raise explain_failure(outcome["error"], run)
+        raise explain_failure(outcome["error"], run, what)
     return outcome["value"]
 
 
@@ -290,7 +296,7 @@ def _worker(payload: dict[str, Any]) -> Any:
     except (Exception, SystemExit) as error:
         rank = ray.train.get_context().get_world_rank()
         remote = "".join(traceback.format_exception(error))
-        raise WorkerFailed(f"Training failed on rank {rank}: {_in_short(error)}", remote) from None
+        raise WorkerFailed(f"{payload['what']} failed on rank {rank}: {_in_short(error)}", remote) from None
 
 
 def _in_short(error: BaseException) -> str:
@@ -340,7 +346,7 @@ def _trainer(config: Config, run: RunDir, needs: Needs, backend: str, payload: d
             # A worker group that cannot start is tried again for ever by default.
             failure_config=FailureConfig(  # type: ignore[call-arg]
                 max_failures=config.scaling.max_failures,
-                controller_failure_limit=3 if needs.max_workers is None else -1,
+                controller_failure_limit=3 if needs.max_workers is None else -1,  # type: ignore[call-arg]
             ),
             logging_config=LoggingConfig(log_level="WARNING"),
         ),
@@ -383,27 +389,29 @@ class Tail:
 _FOLLOWERS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Gloo", "NCCL")
 
 
-def explain_failure(error: BaseException, run: RunDir) -> MantaError:
+def explain_failure(error: BaseException, run: RunDir, what: str = "Training") -> MantaError:
     """One message for what Ray raised: the first cause among the workers, not what followed from it."""
     failures: dict[int, BaseException] = getattr(error, "worker_failures", {})
-    again = f"Resume from the last checkpoint: python train.py resume={shlex.quote(str(run))}"
+    again = ""
+    if what == "Training":
+        again = f"\nResume from the last checkpoint: python train.py resume={shlex.quote(str(run))}"
     if not failures:
-        return _failed(f"Ray could not run the training: {error} (see {run}/train.log)\n{again}", error)
+        return _failed(f"Ray could not run the {what.lower()}: {error} (see {run}/train.log){again}", error)
     rank, cause = min(failures.items(), key=lambda item: _remoteness(item[1]))
     if isinstance(cause, WorkerFailed):
-        return _failed(f"{cause}\n{again}", RemoteTraceback(f"\n\n{cause.remote}"))
+        return _failed(f"{cause}{again}", RemoteTraceback(f"\n\n{cause.remote}"))
     if isinstance(cause, MantaError):
         return cause
     died = getattr(cause, "health_check_failure", None)
     if died is None:
-        return _failed(f"Training failed on rank {rank}: {cause}\n{again}", error)
+        return _failed(f"{what} failed on rank {rank}: {cause}{again}", error)
     ranks = run.read("workers.json").get("ranks", [])
     where = {entry["rank"]: f" (pid {entry['pid']} on {entry['host']})" for entry in ranks}
     why = "killed, out of memory, or a crash in native code"
     if type(died).__name__ == "OutOfMemoryError":
         why = "killed by Ray, the machine was running out of memory"
     return _failed(
-        f"Training failed: the process of rank {rank}{where.get(rank, '')} is gone: {why}. Details: {run}/train.log\n{again}",
+        f"{what} failed: the process of rank {rank}{where.get(rank, '')} is gone: {why}. Details: {run}/train.log{again}",
         error,
     )
 

@@ -28,6 +28,7 @@ from manta.config import Config
 from manta.errors import MantaError
 
 RUNNING, FINISHED, FAILED, INTERRUPTED = "running", "finished", "failed", "interrupted"
+META = "meta.json"  # makes a directory a checkpoint
 
 # Environment that changes results or behaviour; never a name that smells of a secret.
 _ENV = re.compile(r"^(CUDA|NCCL|GLOO|OMP|MKL|TORCH|PYTORCH|RAY|HYDRA|SLURM|MANTA|WANDB|MLFLOW|XLA|LD_LIBRARY|PYTHON)")
@@ -231,6 +232,16 @@ def find(spec: str, storage: str, key: str = "resume") -> RunDir:
 def _recent(root: Path, count: int = 3) -> str:
     runs = sorted(root.glob("????-??-??/*/status.json"), key=lambda p: p.stat().st_mtime, reverse=True)[:count]
     return f" Recent runs: {', '.join(short(p.parent) for p in runs)}" if runs else ""
+
+
+def find_checkpoint(folder: Path, name: str) -> Path | None:
+    """The directory of checkpoint `name` (last, best, a step number or step-...), or None."""
+    candidates = [name, f"step-{int(name):08d}"] if name.isdigit() else [name]
+    for candidate in candidates:
+        path = folder / candidate
+        if (path / META).is_file():
+            return path.resolve()
+    return None
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

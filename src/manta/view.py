@@ -80,14 +80,14 @@ class View:
     # --- progress ------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def progress(self, config: Config) -> Iterator[None]:
+    def progress(self, config: Config, total_steps: int | None) -> Iterator[None]:
         """Inside, `update` draws the reports it is given."""
         self._objective, self._last_step = config.objective.metric, -1
         if self.terminal.is_terminal:
             self._live = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(bar_width=24),
-                TextColumn("{task.completed}/{task.total}"),
+                TextColumn("step {task.completed}" + ("/{task.total}" if total_steps else "")),
                 TextColumn("{task.fields[numbers]}"),
                 TimeRemainingColumn(compact=True),
                 console=self.terminal,
@@ -96,7 +96,7 @@ class View:
                 redirect_stdout=False,
                 redirect_stderr=False,
             )
-            self._task = self._live.add_task("starting", total=None, numbers="")
+            self._task = self._live.add_task("starting", total=total_steps, numbers="")
             self._live.start()
         try:
             yield
@@ -159,7 +159,7 @@ class View:
             self.pause()
             sys.stdout, sys.stderr = real_out, real_err
             sys.breakpointhook = real_hook
-            import pdb
+            import pdb  # noqa: T100
 
             frame = sys._getframe(1)
             if os.environ.get("PYTHONBREAKPOINT") or real_hook is not sys.__breakpointhook__:

@@ -35,6 +35,10 @@ class TensorSet:
         inputs = self.inputs[indices]
         return (inputs if self.prepare is None else self.prepare(inputs)), self.targets[indices]
 
+    def part(self, start: int, stop: int) -> "TensorSet":
+        """The samples from `start` to before `stop`, without a copy."""
+        return TensorSet(self.inputs[start:stop], self.targets[start:stop], self.prepare)
+
     def to(self, device: torch.device) -> "TensorSet":
         return TensorSet(self.inputs.to(device), self.targets.to(device), self.prepare)
 
@@ -51,3 +55,11 @@ class Splits:
     test: AnySet | None = None
     classes: tuple[str, ...] = ()
     """Names of the classes by target value; empty = unnamed."""
+
+    @property
+    def prepare(self) -> BatchTransform | None:
+        """Turns raw inputs from elsewhere into what the model sees; None = they must be ready, or it is not known.
+
+        It is the training split's own, of a TensorSet or of any data set that has an attribute `prepare`.
+        """
+        return getattr(self.train, "prepare", None)

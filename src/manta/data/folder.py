@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.datasets import ImageFolder
 
-from manta.arguments import image_shape
-from manta.data import Splits
+from manta.data import BatchTransform, Splits
 from manta.data.split import carve_fraction
 from manta.data.transforms import Normalize
 from manta.errors import MantaError
+from manta.limits import image_shape
 
 MODES = {1: "L", 3: "RGB"}
 
@@ -29,7 +29,7 @@ class Images(Dataset):
     paths: list[str]
     targets: list[int]
     shape: tuple[int, int, int]
-    prepare: Normalize
+    prepare: BatchTransform
 
     def __len__(self) -> int:
         return len(self.paths)

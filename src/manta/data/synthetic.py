@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from manta.arguments import flat_size, positive
 from manta.data import AnySet, Splits, TensorSet
+from manta.limits import flat_size, positive
 
 
 class SyntheticSet(Dataset):

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from manta.arguments import image_shape, positive, probability
+from manta.limits import image_shape, positive, probability
 
 
 class CNN(nn.Module):

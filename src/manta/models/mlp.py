@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from manta.arguments import flat_size, positive, probability
+from manta.limits import flat_size, positive, probability
 
 
 class MLP(nn.Module):

@@ -3,7 +3,7 @@
 from torch import nn
 from torchvision import models
 
-from manta.arguments import image_shape, positive
+from manta.limits import image_shape, positive
 
 
 def resnet18(input_shape: list[int], num_classes: int) -> nn.Module:

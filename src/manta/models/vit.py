@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from manta.arguments import image_shape, positive, probability
+from manta.limits import image_shape, positive, probability
 
 
 class Block(nn.Module):

@@ -1,19 +1,35 @@
 """Recipes: training functions that see only a Session. `recipe=` chooses one; every other group keeps its meaning."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from manta.config import Config
+from manta.data import AnySet
 from manta.session import Session
 
-Rows = list[tuple[str, str]]
-"""Lines of the plan: (what, value)."""
+
+@dataclass
+class Outline:
+    """What a run will be, told before it starts."""
+
+    rows: list[tuple[str, str]]
+    """Lines of the plan: (what, value)."""
+    total_steps: int | None = None
+    """Optimizer steps to the end, if the driver can know."""
+
+
+Prediction = tuple[Tensor, Tensor, Tensor]
+"""Of n samples, on the CPU: predicted classes (n,) int64, probabilities (n, classes), targets (n,)."""
 
 
 class Recipe(Protocol):
     """What a class named by `recipe._target_` offers; it is constructed without arguments."""
 
-    def check(self, config: Config, look_at_data: bool) -> Rows:
+    def check(self, config: Config, look_at_data: bool) -> Outline:
         """On the driver, before anything starts: refuse what cannot work, describe what will run.
 
         Args:
@@ -32,5 +48,17 @@ class Recipe(Protocol):
         ...
 
     def evaluate(self, session: Session, config: Config, checkpoint: Path, splits: list[str]) -> dict[str, float]:
-        """On every rank: exact metrics of a checkpoint directory on each named split, e.g. {"val/loss": 0.1}."""
+        """On every rank: exact metrics of a checkpoint directory on each named split, e.g. {"val/loss": 0.1}.
+
+        Args:
+            splits: of val and test; empty = those that the data set has.
+        """
+        ...
+
+    def predict(self, session: Session, config: Config, checkpoint: Path, dataset: AnySet) -> Iterator[Prediction]:
+        """In one process: what a checkpoint says of each sample, in order, batch by batch.
+
+        Args:
+            dataset: gives prepared inputs, as a split does; targets are handed through.
+        """
         ...

@@ -1,5 +1,6 @@
 """The default recipe: a plain PyTorch loop for classification."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -7,24 +8,25 @@ import torch
 from torch import nn
 
 from manta.config import Config
-from manta.data import Splits
+from manta.data import AnySet, Splits
 from manta.data.load import load_splits
 from manta.data.transforms import build_transforms
 from manta.errors import MantaError
-from manta.recipes import Rows
+from manta.recipes import Outline, Prediction
 from manta.session import Session
 from manta.training.checkpoint import load_checkpoint
-from manta.training.evaluation import Evaluator
+from manta.training.evaluation import Evaluator, predictions
 from manta.training.learner import build_model, build_optimizer, build_scheduler, load_weights
 from manta.training.loop import Loop, training_length
 from manta.training.parallel import bare, parallelise
+from manta.training.precision import Precision
 from manta.training.tasks import Classification
 
 
 class PyTorchRecipe:
     """`recipe=pytorch`; see `manta.recipes.Recipe` for what each method does."""
 
-    def check(self, config: Config, look_at_data: bool) -> Rows:
+    def check(self, config: Config, look_at_data: bool) -> Outline:
         model = _on_meta(config)
         parameters = sum(p.numel() for p in model.parameters())
         name = config.model["_target_"].rsplit(".", 1)[-1]
@@ -43,25 +45,33 @@ class PyTorchRecipe:
         build_scheduler(config, build_optimizer(config, model), total)
         if look_at_data:
             rows.append(("training", f"{total['epoch']} epochs, {total['step']:,} steps, {config.training.precision}"))
-        return rows
+        return Outline(rows, total["step"] if look_at_data else None)
 
     def train(self, session: Session, config: Config) -> dict[str, Any]:
         return Loop(session, config, load_splits(config.data, config.allowed_targets)).run()
 
     def evaluate(self, session: Session, config: Config, checkpoint: Path, splits: list[str]) -> dict[str, float]:
         data = load_splits(config.data, config.allowed_targets)
-        evaluator = Evaluator(session, config, data, Classification())
-        model = parallelise(
-            build_model(config).to(session.device, evaluator.precision.dtype), session, config.scaling.strategy
-        )
-        load_weights(model, load_checkpoint(checkpoint)[0]["learner"])
-        model = bare(model).eval()
-        found: dict[str, float] = {}
+        splits = splits or [split for split in ("val", "test") if getattr(data, split) is not None]
         for split in splits:
             if getattr(data, split) is None:
-                raise MantaError(f"splits={split}: data set {config.data.name} has no {split} split.")
+                raise MantaError(f"splits=[{split}]: data set {config.data.name} has no {split} split.")
+        evaluator, model = Evaluator(session, config, data, Classification()), _trained(session, config, checkpoint)
+        found: dict[str, float] = {}
+        for split in splits:
             found |= evaluator(model, split)
         return found
+
+    def predict(self, session: Session, config: Config, checkpoint: Path, dataset: AnySet) -> Iterator[Prediction]:
+        return predictions(session, config, _trained(session, config, checkpoint), dataset, Classification())
+
+
+def _trained(session: Session, config: Config, checkpoint: Path) -> nn.Module:
+    """The model with a checkpoint's weights, in eval mode."""
+    dtype = Precision.make(config.training.precision, session.device).dtype
+    model = parallelise(build_model(config).to(session.device, dtype), session, config.scaling.strategy)
+    load_weights(model, load_checkpoint(checkpoint)[0]["learner"])
+    return bare(model).eval()
 
 
 def _size(splits: Splits, name: str) -> int:

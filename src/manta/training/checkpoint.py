@@ -15,8 +15,10 @@ from typing import Any
 import torch
 
 from manta.errors import MantaError
+from manta.runs import META
+from manta.runs import find_checkpoint as find_checkpoint
 
-STATE, META = "state.pt", "meta.json"
+STATE = "state.pt"
 FORMAT = 1
 
 
@@ -113,16 +115,6 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def find_checkpoint(folder: Path, name: str) -> Path | None:
-    """The directory of checkpoint `name` (last, best, a step number or step-...), or None."""
-    candidates = [name, f"step-{int(name):08d}"] if name.isdigit() else [name]
-    for candidate in candidates:
-        path = folder / candidate
-        if (path / META).is_file():
-            return path.resolve()
-    return None
 
 
 def load_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -1,12 +1,13 @@
 """Exact evaluation: sums over real samples divided by their count, whatever the number of ranks."""
 
 import math
+from collections.abc import Iterable, Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from manta.config import Config
-from manta.data import Splits
+from manta.data import AnySet, Splits, TensorSet
 from manta.data.transforms import build_transforms
 from manta.session import Session
 from manta.training.loader import Loader
@@ -17,9 +18,14 @@ from manta.training.tasks import Classification
 
 def make_loader(session: Session, config: Config, splits: Splits, split: str) -> Loader:
     """The loader of one split; training batches are augmented, others get `data.transforms.eval`."""
-    data, kind = config.data, "train" if split == "train" else "eval"
+    return _loader(session, config, getattr(splits, split), "train" if split == "train" else "eval")
+
+
+def _loader(session: Session, config: Config, dataset: AnySet, kind: str) -> Loader:
+    """Args: kind: which of `data.transforms`, train or eval."""
+    data = config.data
     return Loader(
-        getattr(splits, split),
+        dataset,
         session.device,
         Precision.make(config.training.precision, session.device).dtype,
         build_transforms(f"data.transforms.{kind}", getattr(data.transforms, kind), config.allowed_targets),
@@ -60,3 +66,23 @@ class Evaluator:
             f"{split}/{name}": total / count if count else math.nan
             for name, total in zip(self.task.metrics, totals, strict=True)
         }
+
+
+@torch.no_grad()
+def predictions(
+    session: Session, config: Config, model: nn.Module, dataset: AnySet, task: Classification
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """(classes, probabilities, targets) of every sample in order, a batch at a time; model: in eval mode."""
+    precision, data = Precision.make(config.training.precision, session.device), config.data
+    size = data.eval_batch_size or data.micro_batch_size or data.batch_size
+    parts: Iterable[AnySet] = [dataset]
+    if isinstance(dataset, TensorSet):  # inputs may be a file larger than the device's memory
+        starts = range(0, len(dataset), size)
+        parts = (dataset.part(start, start + size) for start in starts)
+    for part in parts:
+        ids = torch.arange(len(part))  # type: ignore[arg-type]
+        for inputs, targets in _loader(session, config, part, "eval").batches(ids.split(size)):
+            with precision.context():
+                logits = model(inputs)
+            classes, probabilities = task.predictions(logits)
+            yield classes.cpu(), probabilities.cpu(), targets.cpu()

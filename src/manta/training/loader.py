@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from manta.data import AnySet, BatchTransform, TensorSet
+from manta.errors import MantaError
 from manta.training.sampler import mix
 
 Batch = tuple[Tensor, Tensor]
@@ -53,8 +54,12 @@ class Loader:
                 yield self._finish(*self.tensors.batch(chunk))
             return
         self.plan.chunks = (list(zip([epoch] * len(chunk), chunk.tolist(), strict=True)) for chunk in indices)
-        for inputs, targets in self.workers:
-            yield self._finish(inputs.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True))
+        try:
+            for inputs, targets in self.workers:
+                inputs, targets = (part.to(self.device, non_blocking=True) for part in (inputs, targets))
+                yield self._finish(inputs, targets)
+        except MantaError as error:  # a worker process puts its traceback before the message
+            raise MantaError(str(error).rpartition("MantaError: ")[2].strip(), error.code) from error
 
     def _finish(self, inputs: Tensor, targets: Tensor) -> Batch:
         if self.transform is not None:

@@ -106,6 +106,7 @@ class Loop:
         self.evaluate = Evaluator(session, config, splits, self.learner.task)
         self.progress = Progress()
         self.save_due = False
+        self.snapshot: dict[str, Any] | None = None
         self.losses = torch.zeros(2, dtype=torch.float64, device=session.device)  # of this window, of this epoch
         self.watch = Stopwatch()
         self.agree = Agreement(session, config.training.checkpoint.every_s)
@@ -264,11 +265,13 @@ class Loop:
         self.watch.stop()
         session, progress = self.session, self.progress
         ranks = session.gather({"rng": rng_state(session.device), "losses": self.losses.tolist()})
+        if self.writer is not None:
+            self.writer.wait()  # the memory of the last snapshot is used again
         if session.main or self.learner.sharded:
-            learner = self.learner.state()
+            self.snapshot = self.learner.state(self.snapshot)
         if self.writer is not None:
             state = {
-                "learner": learner,
+                "learner": self.snapshot,
                 "progress": dataclasses.asdict(progress),
                 "ranks": ranks,
                 "metrics_bytes": session.metrics_size(),

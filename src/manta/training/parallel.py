@@ -1,14 +1,16 @@
 """One model on several ranks: DistributedDataParallel or FSDP2, and whole (unsharded) states for checkpoints."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from manta.session import Session
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
 
 
 def parallelise(model: nn.Module, session: Session, strategy: str) -> nn.Module:
@@ -42,40 +44,48 @@ def bare(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
-@contextmanager
-def gradient_sync(model: nn.Module, enabled: bool) -> Iterator[None]:
+def gradient_sync(model: nn.Module, enabled: bool) -> AbstractContextManager[object]:
     """Inside, a backward pass exchanges gradients with the other ranks only if `enabled`."""
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        if enabled:
-            yield
-        else:
-            with model.no_sync():
-                yield
-        return
-    if hasattr(model, "set_requires_gradient_sync"):
-        model.set_requires_gradient_sync(enabled)
-    yield
+    if isinstance(model, nn.parallel.DistributedDataParallel) and not enabled:
+        return model.no_sync()
+    set_sync = getattr(model, "set_requires_gradient_sync", None)  # FSDP2's
+    if set_sync is not None:
+        set_sync(enabled)
+    return nullcontext()
 
 
-def whole(value: Any) -> Any:
+def is_sharded(tensor: Tensor) -> "TypeIs[DTensor]":
+    """Whether it is a DTensor (asked without importing torch.distributed.tensor, which takes half a second)."""
+    return hasattr(tensor, "full_tensor")
+
+
+def whole(value: Any, into: Any = None) -> Any:
     """A state with every sharded tensor gathered, in host memory and independent of the live one.
 
     On several ranks it must be called by all of them.
+
+    Args:
+        into: an earlier result that is no longer needed; its memory is used again where shapes agree (fresh memory
+            costs its page faults: 40 ms instead of 17 for 134 MB).
     """
     if isinstance(value, Tensor):
-        tensor = value.full_tensor() if isinstance(value, DTensor) else value
-        tensor = tensor.detach()
+        tensor = (value.full_tensor() if is_sharded(value) else value).detach()
+        if isinstance(into, Tensor) and into.shape == tensor.shape and into.dtype == tensor.dtype:
+            return into.copy_(tensor)
         return tensor.cpu() if tensor.device.type != "cpu" else tensor.clone()
     if isinstance(value, dict):
-        return {key: whole(item) for key, item in value.items()}
+        return {key: whole(item, into.get(key) if isinstance(into, dict) else None) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(whole(item) for item in value)
+        kept = into if isinstance(into, (list, tuple)) and len(into) == len(value) else [None] * len(value)
+        return type(value)(whole(item, old) for item, old in zip(value, kept, strict=True))
     return value
 
 
 def sharded_like(full: Tensor, like: Tensor) -> Tensor:
     """A whole tensor placed as `like` is: on its device, and sharded if it is."""
-    if isinstance(like, DTensor):
+    if is_sharded(like):
+        from torch.distributed.tensor import distribute_tensor
+
         return distribute_tensor(full.to(like.device), like.device_mesh, like.placements)
     return full.to(like.device)
 
@@ -98,7 +108,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
     """Load a whole optimizer state into one whose parameters may be sharded."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     placed = dict(state)
-    if any(isinstance(p, DTensor) for p in parameters) and "state" in state:
+    if any(is_sharded(p) for p in parameters) and "state" in state:
         placed["state"] = {
             index: {
                 key: sharded_like(item, parameters[index])

@@ -23,7 +23,8 @@ def seed_rank(seed: int, rank: int) -> None:
 
 def rng_state(device: torch.device) -> dict[str, Any]:
     """All generators of this rank as plain values and tensors (loads with weights_only=True)."""
-    name, keys, position, has_gauss, cached = np.random.get_state()
+    state: Any = np.random.get_state()  # a tuple, for the default generator
+    name, keys, position, has_gauss, cached = state
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,

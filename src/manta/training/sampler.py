@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,8 +19,7 @@ def epoch_order(size: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(size, generator=torch.Generator().manual_seed(mix(seed, epoch)))
 
 
-@dataclass(frozen=True)
-class Micro:
+class Micro(NamedTuple):
     """One forward pass of one rank. Every rank has equally many in a step, so collectives always match."""
 
     indices: Tensor
@@ -31,7 +30,8 @@ class Micro:
 
 def micro_batches(batch: Tensor, rank: int, world_size: int, micro_size: int | None) -> list[Micro]:
     """A rank's share of a batch (every world_size-th sample), split into forward passes of at most `micro_size`."""
-    share, largest = batch[rank::world_size], math.ceil(len(batch) / world_size)
+    share = batch if world_size == 1 else batch[rank::world_size]
+    largest = math.ceil(len(batch) / world_size)
     count = math.ceil(largest / (micro_size or largest))
     if count == 1:
         chunks: tuple[Tensor, ...] = (share,)
@@ -40,8 +40,7 @@ def micro_batches(batch: Tensor, rank: int, world_size: int, micro_size: int | N
     return [Micro(chunk, True) if len(chunk) else Micro(batch[:1], False) for chunk in chunks]
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One optimizer step of one rank."""
 
     size: int

@@ -13,9 +13,9 @@ class Classification:
     def __init__(self, label_smoothing: float = 0.0) -> None:
         self.label_smoothing = label_smoothing
 
-    def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Per-sample training losses, (n,), from logits (n, classes) and targets (n,)."""
-        return F.cross_entropy(logits, targets, reduction="none", label_smoothing=self.label_smoothing)
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The training loss summed over samples, a scalar, from logits (n, classes) and targets (n,)."""
+        return F.cross_entropy(logits, targets, reduction="sum", label_smoothing=self.label_smoothing)
 
     def totals(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Sums over samples of each metric, (metrics,) float64."""
@@ -23,6 +23,7 @@ class Classification:
         correct = logits.argmax(dim=-1) == targets
         return torch.stack([losses.double().sum(), correct.double().sum()])
 
-    def probabilities(self, logits: Tensor) -> Tensor:
-        """(n, classes)."""
-        return logits.softmax(dim=-1)
+    def predictions(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The class of each sample, (n,) int64, as accuracy counts it, and probabilities (n, classes)."""
+        exact = logits if logits.dtype == torch.float64 else logits.float()
+        return logits.argmax(dim=-1), exact.softmax(dim=-1)

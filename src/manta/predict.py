@@ -1,0 +1,213 @@
+"""scripts/predict.py: what a checkpoint of a run says of each input, as CSV or Parquet. Imports nothing heavy."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from manta import runs
+from manta.config import Cluster, Config, Data, Storage, absolute, from_hydra, register
+from manta.errors import FINISHED, MantaError, nearest
+from manta.evaluate import published, saved_config
+from manta.targets import build
+from manta.view import View, table
+
+if TYPE_CHECKING:
+    from manta.data import AnySet, Splits
+
+SPLITS = ("test", "val", "train")
+SUFFIXES = (".csv", ".parquet")
+ROWS_A_WRITE = 8192
+
+
+@dataclass
+class Arguments:
+    """Predictions and probabilities of a checkpoint, one row an input, written as they are made.
+
+    For example: python scripts/predict.py run=latest data=images/new output=new.parquet
+    """
+
+    run: str = "latest"
+    """`latest`, or a run directory."""
+    checkpoint: str = "best"
+    """`best`, `last`, or the step of one that was kept."""
+    data: str | None = None
+    """A folder of images, a .npy or .npz file of inputs, or a data set of conf/data; null = the run's own."""
+    split: str = "test"
+    """Of a data set: test, val or train."""
+    output: str | None = None
+    """A .csv or .parquet file; null = predictions.csv in the run directory."""
+    use_gpu: bool | None = None
+    """Use a GPU; null = if there is one."""
+    storage: Storage = field(default_factory=Storage)
+    """Where run=latest is looked for."""
+    traceback: bool = False
+    """Show Python tracebacks with errors."""
+
+
+@dataclass
+class Source:
+    """Inputs with the ids they are known by; classes: names of their targets, None = targets are not known."""
+
+    shown: str
+    dataset: "AnySet"
+    ids: Sequence[int] | Sequence[str]
+    classes: Sequence[str] | None = None
+
+
+def predict(arguments: Arguments, conf: Path) -> int:
+    """Predict, write, and say where; an exit code.
+
+    Args:
+        conf: the folder with the group `data`.
+
+    Raises:
+        MantaError: the request is invalid, or an input cannot be read.
+    """
+    if arguments.split not in SPLITS:
+        hint = nearest(arguments.split, SPLITS)
+        meant = f" Did you mean {hint}?" if hint else ""
+        raise MantaError(f"split={arguments.split}: it must be one of {', '.join(SPLITS)}.{meant}")
+    run = runs.find(arguments.run, absolute(arguments.storage.path), key="run")
+    output = _output(arguments.output, run.path)
+    config = saved_config(run, 0, arguments.use_gpu, Cluster())
+    place = _place(arguments.data, config, conf)
+    with published(run, arguments.checkpoint) as checkpoint, TemporaryDirectory() as scratch:
+        from manta.data.load import load_splits
+        from manta.session import plain
+
+        own = load_splits(config.data, config.allowed_targets)
+        source = _source(place, arguments.split, own, config, Path(scratch))
+        recipe = build("recipe", {"_target_": config.recipe._target_}, config.allowed_targets)
+        session = plain(run, arguments.use_gpu, stop=lambda: False)
+        count = correct = 0
+        with _writer(output) as write:
+            for classes, probabilities, targets in recipe.predict(session, config, checkpoint, source.dataset):
+                write(_columns(source, own.classes, count, classes.numpy(), probabilities.numpy(), targets.numpy()))
+                count += len(classes)
+                correct += int((classes == targets).sum())
+    rows = [("checkpoint", f"{arguments.checkpoint} of {run}"), ("inputs", f"{source.shown}: {count:,}")]
+    if source.classes is not None:
+        rows.append(("accuracy", f"{correct / count:.4f}"))
+    View().say(table("Predictions", [*rows, ("written to", runs.short(output))]))
+    return FINISHED
+
+
+def _output(asked: str | None, run: Path) -> Path:
+    """The file to write."""
+    path = run / "predictions.csv" if asked is None else Path(absolute(asked))
+    if path.suffix.lower() not in SUFFIXES:
+        raise MantaError(f"output={asked}: its name must end in {' or '.join(SUFFIXES)}.")
+    if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+        raise MantaError(f"output={path} cannot be written: {path.parent} must be a folder that you may write to.")
+    return path
+
+
+# --- inputs ------------------------------------------------------------------------------------------------------
+
+
+def _place(asked: str | None, config: Config, conf: Path) -> Data | Path:
+    """Where inputs come from: a data set's configuration (the run's own by its name, too), or a path."""
+    if asked is None or asked == config.data.name:
+        return config.data
+    options = sorted(path.stem for path in (conf / "data").glob("*.yaml"))
+    if asked in options:
+        return _option(asked, config, conf)
+    path = Path(asked).expanduser()
+    if not path.exists():
+        hint = nearest(asked, options)
+        meant = f" Did you mean {hint}?" if hint else f" Data sets: {', '.join(options)}."
+        raise MantaError(
+            f"data={asked}: no such folder or file, and no data set of {runs.short(conf / 'data')}.{meant}"
+        )
+    if not path.is_dir() and path.suffix.lower() not in (".npy", ".npz"):
+        raise MantaError(f"data={asked}: it must be a folder of images, or end in .npy or .npz.")
+    return path
+
+
+def _option(name: str, config: Config, conf: Path) -> Data:
+    """Another data set, from the run's data folder; its samples must have the shape that the model takes."""
+    from hydra import compose, initialize_config_dir
+
+    register()
+    with initialize_config_dir(str(conf), version_base="1.3"):
+        cfg = compose("config", [f"data={name}"])
+    cfg.data.root, cfg.data.download = config.data.root, config.data.download
+    data = from_hydra(cfg).data
+    if data.input_shape != config.data.input_shape:
+        raise MantaError(
+            f"data={name} has inputs of shape {data.input_shape}; the run's model takes {config.data.input_shape}."
+        )
+    return data
+
+
+def _source(place: Data | Path, split: str, own: "Splits", config: Config, scratch: Path) -> Source:
+    """Open the inputs."""
+    from manta.data.inputs import array_file, image_files
+    from manta.data.load import load_splits
+
+    if isinstance(place, Path):
+        if place.is_dir():
+            return Source(str(place), *image_files(place, own, config.data))
+        return Source(str(place), *array_file(place, own, config.data, scratch))
+    splits = own if place is config.data else load_splits(place, config.allowed_targets)
+    dataset: Any = getattr(splits, split)
+    if dataset is None:
+        raise MantaError(f"split={split}: data set {place.name} has no {split} split. Use split=val.")
+    return Source(f"{place.name}, {split}", dataset, range(len(dataset)), splits.classes)
+
+
+# --- output ------------------------------------------------------------------------------------------------------
+
+
+def _columns(
+    source: Source, names: Sequence[str], start: int, classes: Any, probabilities: Any, targets: Any
+) -> dict[str, Any]:
+    """A batch, column by column; names: of the run's classes, empty = their numbers."""
+    columns: dict[str, Any] = {"id": list(source.ids[start : start + len(classes)])}
+    if source.classes is not None:
+        columns["target"] = [source.classes[target] for target in targets] if source.classes else targets
+    columns["prediction"] = [names[number] for number in classes] if names else classes
+    columns["probability"] = probabilities[range(len(classes)), classes]
+    for number in range(probabilities.shape[1]):
+        columns[f"p_{names[number] if names else number}"] = probabilities[:, number]
+    return columns
+
+
+@contextmanager
+def _writer(path: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Write columns, batch by batch, to a file that is there when all of it is."""
+    import pyarrow as pa
+    from pyarrow.csv import CSVWriter
+    from pyarrow.parquet import ParquetWriter
+
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    waiting: list[Any] = []
+    file: Any = None
+
+    def flush() -> None:
+        nonlocal file
+        if waiting:
+            whole = pa.concat_tables(waiting).combine_chunks()
+            if file is None:
+                file = (CSVWriter if path.suffix.lower() == ".csv" else ParquetWriter)(str(aside), whole.schema)
+            file.write_table(whole)
+            waiting.clear()
+
+    def write(columns: dict[str, Any]) -> None:
+        waiting.append(pa.table(columns))
+        if sum(map(len, waiting)) >= ROWS_A_WRITE:
+            flush()
+
+    try:
+        yield write
+        flush()
+        file.close()
+        aside.replace(path)
+    finally:
+        if file is not None:
+            file.close()
+        aside.unlink(missing_ok=True)
