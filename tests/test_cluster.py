@@ -63,7 +63,7 @@ def start_head(folder: Path, **auth: str) -> Iterator[Head]:
             [str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", f"--port={port}", "--num-cpus=2",
              "--node-ip-address=127.0.0.1", "--include-dashboard=false", "--disable-usage-stats",
              "--object-store-memory=80000000"],
-            env=ours, cwd=elsewhere, stdout=log, stderr=log,
+            env={**ours, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}, cwd=elsewhere, stdout=log, stderr=log,
         )  # fmt: skip
     head = Head(f"127.0.0.1:{port}", folder, process, ours)
     try:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from manta import plan, runs
 from manta.cluster import TELL_S, connect, has_cuda, is_running, wait_for_resources, worker_lines
 from manta.config import Config
-from manta.errors import FAILED, FINISHED, INTERRUPTED, MantaError
+from manta.errors import FAILED, FINISHED, INTERRUPTED, INVALID, MantaError
 from manta.plan import Needs
 from manta.runs import RunDir
 from manta.targets import build
@@ -108,6 +108,11 @@ class Launch:
         local = config.scaling.num_workers == 0 or (config.cluster.kind == "local" and not is_running())
         needs = plan.resolve(config, [plan.local_node(config.cluster)]) if local else None
         recipe = build("recipe", {"_target_": config.recipe._target_}, config.allowed_targets)
+        if not all(callable(getattr(recipe, name, None)) for name in ("check", "train", "evaluate", "predict")):
+            raise MantaError(
+                f"recipe._target_={config.recipe._target_} is no recipe: it needs check, train, evaluate and predict "
+                "(manta.recipes.Recipe)."
+            )
         outline = recipe.check(config, look_at_data=local)
         if needs is not None and (needs.num_workers == 0 or config.plan):
             return self.run(needs, outline, self._in_process)
@@ -121,6 +126,7 @@ class Launch:
             view.say(table("Plan", rows))
             return FINISHED
         run = self.previous or runs.create(self.config)
+        before = (run.path / "config.yaml").read_bytes() if self.previous is not None else None
         run.begin(self.config, self.overrides)
         view.open_log(run.log)
         view.say(table("Plan" if self.previous is None else f"Plan (continuing {run})", [*rows, ("results", str(run))]))
@@ -133,6 +139,8 @@ class Launch:
         except Exception as error:
             code = error.code if isinstance(error, MantaError) else FAILED
             view.note("".join(traceback.format_exception(error)))
+            if before is not None and code == INVALID:  # what cannot be is not what the run continues with next time
+                (run.path / "config.yaml").write_bytes(before)
             run.update_status(state=runs.FAILED, finished=runs.now(), error=str(error), exit_code=code)
             _set_summary_state(run, runs.FAILED)
             raise
@@ -288,6 +296,7 @@ def _worker(payload: dict[str, Any]) -> Any:
     try:
         if os.path.isdir(payload["folder"]):  # where the command was typed, also on a cluster started elsewhere
             os.chdir(payload["folder"])
+        _sign_of_life(payload["run"]).parent.mkdir(exist_ok=True)
         _sign_of_life(payload["run"]).touch()
         mine = session.ray_worker(payload["run"], payload["use_gpu"])
         return payload["function"](mine, payload["config"], **payload["arguments"])
