@@ -50,7 +50,7 @@ import time
 from pathlib import Path
 from manta.cluster import connect
 from manta.config import Cluster, Config
-from manta.launch import on_workers
+from manta.workers import on_workers
 from manta.plan import Needs
 from manta.runs import RunDir
 from manta.view import View

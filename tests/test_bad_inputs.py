@@ -17,10 +17,14 @@ from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
+from PIL import Image
 
 from manta.checks import NUMBERS, check, numbers
 from manta.config import Config, from_hydra, register
 from manta.errors import FAILED, FINISHED, INVALID, MantaError
+from manta.launch import launch
+from manta.runs import RunDir, writing
+from tests.conftest import Lab, compose_run
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAVY = {"torch", "ray", "numpy"}
@@ -188,6 +192,79 @@ VALUES = [
     Bad("data.root=/dev/null", ("data.root=/dev/null", "not a readable folder")),
 ]  # fmt: skip
 
+# What only the launch can know: the machine, the plug-ins, the data, the run to resume. {here} is the folder of a
+# finished run and of FOLDERS; where Ray would be used, it must not have been started.
+IN, FOLDER = "scaling=in_process ", "scaling=in_process data=image_folder data.num_classes=2 data.root={here}/"
+TRANSFORM = IN + "'data.transforms.train=[{{_target_: torchvision.transforms.v2.{}}}]'"
+LAUNCHES = [
+    # the machine
+    Bad("scaling=multi_gpu", ("scaling.use_gpu=true", "this machine has none", "scaling=cpu", "cluster.num_gpus=2")),
+    Bad("scaling=single_gpu", ("scaling.use_gpu=true", "cluster.num_gpus=1")),
+    Bad("scaling=multi_node", ("scaling.use_gpu=true", "this machine has none")),
+    Bad("scaling=in_process scaling.use_gpu=true", ("scaling.use_gpu=true", "this machine has none", "scaling.use_gpu=null")),
+    Bad("scaling.accelerator_type=H100", ("scaling.accelerator_type=H100", "this machine has none")),
+    Bad("scaling=cpu scaling.num_workers=3 cluster.num_cpus=2",
+        ("scaling.num_workers=3", "2 CPU", "Set scaling.num_workers=2", "cluster.num_cpus=3")),
+    Bad("scaling=elastic scaling.num_workers=3 scaling.max_workers=4 cluster.num_cpus=2", ("scaling.num_workers=3", "holds 2")),
+    Bad("scaling=multi_gpu cluster.num_gpus=2 scaling.resources_per_worker.GPU=3", ("3 GPU", "2 GPU", "GPU=2, the most")),
+    Bad("scaling=cpu scaling.placement_strategy=STRICT_SPREAD", ("STRICT_SPREAD", "scaling.placement_strategy=SPREAD")),
+    Bad("scaling=multi_gpu cluster.num_gpus=4 cluster.num_cpus=4 data.batch_size=3", ("data.batch_size=3", "the 4 workers")),
+    Bad("+scaling.resources_per_worker.X=1", ("1 X", "scaling.resources_per_worker.X=0")),
+    Bad(IN + "storage.path=/proc/runs", ("storage.path=/proc/runs", "cannot be written", "storage.path=<folder>")),
+    # plug-ins
+    Bad(IN + "model._target_=manta.models.mlp.Nope", ("model._target_=manta.models.mlp.Nope", "does not exist")),
+    Bad(IN + "model._target_=manta.models.mpl.MLP", ("model._target_=manta.models.mpl.MLP", "does not exist")),
+    Bad(IN + "model._target_=manta.models.mlp", ("model._target_=manta.models.mlp", "is not a class or function")),
+    Bad(IN + "model._target_=torch.add", ("model: torch.add refuses its arguments",)),
+    Bad(IN + "'~model.hidden' '~model.dropout' '~model.input_shape' '~model.num_classes' model._target_=torch.initial_seed",
+        ("model._target_=torch.initial_seed", "a int, not a torch.nn.Module")),
+    Bad(IN + "model._target_=torch.nn.ReLU", ("model.input_shape is not an argument of ReLU", "inplace")),
+    Bad(IN + "+model.hiden=[3]", ("model.hiden is not an argument of MLP", "Did you mean model.hidden?")),
+    Bad(IN + "model.hidden=7", ("model.hidden=7 has the wrong type", "list[int]")),
+    Bad(IN + "model.hidden=[-1]", ("hidden[0]=-1", "at least 1")),
+    Bad(IN + "model.num_classes=3", ("[2, 3] instead of [2, 10]", "data.num_classes=10")),
+    Bad(IN + "model.input_shape=[1,4,4]", ("cannot take a batch of shape [2, 1, 8, 8]",)),
+    Bad(IN + "model=vit model.heads=7", ("dim=64 is not a multiple of heads=7",)),
+    Bad(IN + "+optimizer.nope=1", ("optimizer.nope is not an argument of AdamW", "lr, betas")),
+    Bad(IN + "optimizer._target_=torch.optim.AdamWW", ("torch.optim.AdamWW does not exist", "Did you mean 'AdamW'?")),
+    Bad(IN + "scheduler.warmup=1000000", ("warmup=1000000", "leaves nothing of total=")),
+    Bad(IN + "scheduler=plateau scheduler.unit=step", ("scheduler.unit=step", "scheduler.unit=validation")),
+    Bad(IN + "recipe._target_=manta.config.Storage", ("recipe._target_=manta.config.Storage", "is no recipe", "evaluate")),
+    Bad(IN + "objective.metric=val/f1 'recipe.metrics=[val/f1]'", ("objective.metric=val/f1", "val/loss, val/accuracy")),
+    Bad(TRANSFORM.format("Nope"), ("data.transforms.train[0]._target_", "has no 'Nope'")),
+    Bad(TRANSFORM.format("RandomCrop"), ("data.transforms.train[0]: RandomCrop", "'size'")),
+    # data
+    Bad(IN + "data.num_classes=7", ("data.num_classes=7", "digits has 10 classes", "'data.num_classes=10'")),
+    Bad(IN + "data.input_shape=[1,9,9]", ("data.input_shape=[1, 9, 9]", "'data.input_shape=[1,8,8]'")),
+    Bad(IN + "+data.dataset.nope=3", ("data.dataset.nope is not an argument of digits", "split_seed")),
+    Bad(IN + "data=mnist data.download=false data.root={here}/empty", ("MNIST", "{here}/empty", "data.download=true")),
+    Bad(FOLDER + "nowhere", ("data.root={here}/nowhere", "<class>/<image>")),
+    Bad(FOLDER + "file/below", ("data.root={here}/file/below", "Not a directory", "<class>/<image>")),
+    Bad(FOLDER + "file", ("data.root={here}/file is not a readable folder", "Set data.root")),
+    Bad(FOLDER + "empty", ("data.root={here}/empty", "<class>/<image>")),
+    Bad(FOLDER + "imageless", ("data.root={here}/imageless", "a, b", ".png", "<class>/<image>")),
+    Bad(FOLDER + "mismatch", ("data.root={here}/mismatch", "b only in train", "c only in val")),
+    Bad(FOLDER + "images data.num_classes=3", ("data.num_classes=3", "has 2 classes (a, b)", "'data.num_classes=2'")),
+    # the run to resume
+    Bad("resume={here}/nowhere", ("resume={here}/nowhere", "no such directory", "latest")),
+    Bad("resume=latest", ("resume=latest", "there is no run under", "python train.py")),
+    Bad("resume={here}/empty", ("resume={here}/empty", "is not a run directory", "config.yaml")),
+    Bad("resume={here}/file", ("resume={here}/file", "is not a run directory")),
+    Bad("resume={here}/other_schema", ("schema 7", "reads schema 1", "provenance.json")),
+    Bad("resume={here}/no_yaml", ("{here}/no_yaml/config.yaml cannot be read", "line 1")),
+    Bad("resume={here}/other_keys", ("{here}/other_keys/config.yaml is not a valid configuration", "modle")),
+    Bad("resume={here}/half_status", ("{here}/half_status/status.json cannot be read",)),
+    Bad("resume={here}/rubbish training.epochs=3", ("Checkpoint {here}/rubbish/checkpoints/step-00000002 cannot be read",)),
+    *(
+        Bad(f"resume={{here}}/run {change}", (f"{change.split()[-1]} cannot be changed on resume", "without resume="))
+        for change in ("training.epochs=9 seed=3", "model=cnn", "model.hidden=[3]", "~model.dropout", "data=mnist",
+                       "data.num_classes=3", "objective.metric=val/loss", "optimizer=sgd", "scheduler=step", "name=other",
+                       "scheduler._target_=torch.optim.lr_scheduler.StepLR", "data.split_seed=5")
+    ),
+    Bad("resume={here}/run training.epochs=0", ("training.epochs=0", ">= 1")),
+    Bad("resume={here}/run training.epochs=3 scaling=multi_gpu", ("scaling.use_gpu=true", "this machine has none")),
+]  # fmt: skip
+
 # Numbers just outside their bounds and just inside.
 EDGES: dict[str, tuple[list[Any], list[Any]]] = {
     "schema_version": ([0, 2], [1]),
@@ -314,6 +391,96 @@ def test_a_bad_value_is_refused(bad: Bad) -> None:
     with pytest.raises(MantaError) as error:
         check(config)
     assert_says(str(error.value), bad.says)
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run, damaged copies of it, and folders of images."""
+    folder = tmp_path_factory.mktemp("here")
+    lab = Lab(folder / "runs")
+    run = lab.run("scaling=in_process", "training.epochs=1", "training.limit_train_batches=2")
+    run.path.rename(folder / "run")
+    shutil.rmtree(folder / "runs")
+    config = (folder / "run" / "config.yaml").read_text()
+    for name, file, content in (
+        ("other_schema", "config.yaml", config.replace("schema_version: 1", "schema_version: 7")),
+        ("no_yaml", "config.yaml", "a: [1\n"),
+        ("other_keys", "config.yaml", config + "modle: {}\n"),
+        ("half_status", "status.json", '{"state": "fini'),
+        ("rubbish", "checkpoints/step-00000002/state.pt", "rubbish"),
+    ):
+        shutil.copytree(folder / "run", folder / name, symlinks=True)
+        assert (folder / name / file).is_file()
+        (folder / name / file).write_text(content)
+    (folder / "file").touch()
+    (folder / "empty").mkdir()
+    for path in ("imageless/train/a", "imageless/train/b"):
+        (folder / path).mkdir(parents=True)
+    for path in ("train/a", "train/b", "val/a", "val/c", "test/a", "test/b"):
+        image(folder / "mismatch" / path)
+    for path in ("train/a", "train/b", "val/a", "val/b", "test/a", "test/b"):
+        image(folder / "images" / path)
+    return folder
+
+
+def launch_from(*arguments: str) -> int:
+    config, previous = compose_run(*arguments)
+    return launch(config, list(arguments), previous)
+
+
+def image(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    Image.new("RGB", (8, 8)).save(folder / "1.png")
+
+
+@pytest.mark.parametrize("bad", LAUNCHES, ids=lambda bad: bad.arguments)
+def test_a_bad_launch_is_refused(
+    tmp_path: Path, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], bad: Bad
+) -> None:
+    """Before Ray is started; no run directory is made, and the run that was to be resumed is as it was."""
+    monkeypatch.setattr("manta.plan.gpu_count", lambda: 0)
+    monkeypatch.setattr("manta.launch.is_running", lambda: False)
+    monkeypatch.setattr("manta.launch.connect", lambda _: pytest.fail("Ray would be started"))
+    arguments = shlex.split(bad.arguments.replace("{here}", str(here)))
+    storage = [] if any(word.startswith("storage.path=") for word in arguments) else [f"storage.path={tmp_path}"]
+    before = [path.read_bytes() for path in sorted(here.glob("*/config.yaml"))]
+    with pytest.raises(MantaError) as error:
+        launch_from(*storage, *arguments)
+    assert error.value.code == INVALID
+    assert_says(str(error.value), tuple(fragment.replace("{here}", str(here)) for fragment in bad.says))
+    assert list(tmp_path.iterdir()) == []
+    assert [path.read_bytes() for path in sorted(here.glob("*/config.yaml"))] == before
+    assert "Traceback" not in "".join(capsys.readouterr())
+
+
+def test_a_running_run_is_not_resumed(tmp_path: Path, here: Path) -> None:
+    shutil.copytree(here / "run", tmp_path / "run", symlinks=True)
+    run = RunDir(tmp_path / "run")
+    run.update_status(state="running", pid=os.getpid())
+    with writing(run), pytest.raises(MantaError) as error:
+        compose_run(f"resume={run}", "training.epochs=3")
+    assert_says(str(error.value), (f"resume: {run} is running right now (pid {os.getpid()}", "Ctrl-C"))
+    assert error.value.code == INVALID
+
+
+@pytest.mark.parametrize("scaling", ["in_process", "cpu"])
+def test_a_plan_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], scaling: str
+) -> None:
+    """And starts nothing."""
+    monkeypatch.setattr("manta.launch.is_running", lambda: False)
+    monkeypatch.setattr("manta.launch.connect", lambda _: pytest.fail("Ray would be started"))
+    settings = (
+        f"scaling={scaling}",
+        "cluster.num_cpus=6",
+        "plan=true",
+        "training.epochs=10",
+        f"storage.path={tmp_path}",
+    )
+    assert launch(compose_run(*settings)[0], []) == FINISHED
+    workers = {"in_process": "none: in this process", "cpu": "2 on CPU, 3 CPU each, ddp"}[scaling]
+    assert_says(capsys.readouterr().out, ("Plan\n", "MLP, 50,826 parameters", "train 1,437", "230 steps", workers))
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from manta.errors import FAILED, MantaError
-from manta.launch import RemoteTraceback, WorkerFailed, _in_short, explain_failure
 from manta.runs import RunDir
 from manta.training.checkpoint import find_checkpoint, load_checkpoint
+from manta.workers import RemoteTraceback, WorkerFailed, _in_short, explain_failure
 from tests.conftest import ROOT, Lab
 
 CPU = ("scaling=cpu", "scaling.resources_per_worker.CPU=1")

@@ -17,11 +17,11 @@ from manta.checks import check
 from manta.cluster import connect, is_running
 from manta.config import Cluster, Config, Scaling, Storage, absolute, from_hydra
 from manta.errors import FAILED, FINISHED, MantaError, nearest
-from manta.launch import on_workers
 from manta.resume import load
 from manta.runs import RunDir, find_checkpoint
 from manta.targets import build
 from manta.view import View, number, table
+from manta.workers import on_workers
 
 SPLITS = ("val", "test")
 
@@ -152,7 +152,7 @@ def _on_ray(config: Config, run: RunDir, view: View, checkpoint: Path, splits: l
     if config.cluster.kind == "local" and not is_running():
         plan.resolve(config, [plan.local_node(config.cluster)])  # refuses before Ray starts
     with view.capture_descriptors(), connect(config.cluster) as nodes:
-        needs = plan.resolve(config, nodes)
+        needs = plan.resolve(config, nodes, own=config.cluster.kind == "local")
         scratch.path.mkdir()
         view.open_log(scratch.log)
         try:

@@ -11,6 +11,8 @@ from pathlib import Path
 from manta.config import Cluster, Config, Scaling
 from manta.errors import MantaError
 
+REHEARSAL = "GPUs are declared but torch finds no CUDA device: computing on CPU (a rehearsal)."
+
 Node = dict[str, float]
 """What one node has, by Ray's resource names."""
 

@@ -8,6 +8,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from manta import runs
 from manta.config import SCHEMA_VERSION, Config, absolute
@@ -16,10 +17,10 @@ from manta.runs import RunDir, is_locked
 
 # What a run is. With another one of these it would be another run.
 _IDENTITY = (
-    "seed", "name", "schema_version", "storage", "objective", "recipe", "data.name", "data.dataset", "data.input_shape",
+    "seed", "name", "schema_version", "model", "optimizer._target_", "scheduler._target_", "storage", "objective", "recipe", "data.name", "data.dataset", "data.input_shape",
     "data.num_classes", "data.split_seed", "data.val_fraction",
 )  # fmt: skip
-_GROUPS_OF_A_NEW_RUN = ("experiment", "debug", "model", "data")
+_GROUPS_OF_A_NEW_RUN = ("experiment", "debug", "model", "data", "optimizer", "scheduler")
 
 
 def load(run: RunDir) -> DictConfig:
@@ -29,7 +30,10 @@ def load(run: RunDir) -> DictConfig:
         MantaError: it was written by another version of the schema, or changed by hand into something invalid.
     """
     path = run.path / "config.yaml"
-    saved = OmegaConf.load(path)
+    try:
+        saved = OmegaConf.load(path)
+    except (OSError, ValueError, YAMLError) as error:
+        raise MantaError(f"{path} cannot be read: {error}") from error
     version = saved.get("schema_version") if isinstance(saved, DictConfig) else None
     if version != SCHEMA_VERSION:
         raise MantaError(

@@ -91,9 +91,16 @@ class RunDir:
         return self.path / ".lock"
 
     def read(self, name: str) -> dict[str, Any]:
-        """A JSON file of the run; {} if it is not there."""
+        """A JSON file of the run; {} if it is not there.
+
+        Raises:
+            MantaError: it is damaged.
+        """
         path = self.path / name
-        return json.loads(path.read_text()) if path.is_file() else {}
+        try:
+            return json.loads(path.read_text()) if path.is_file() else {}
+        except (OSError, ValueError) as error:
+            raise MantaError(f"{path} cannot be read: {error}") from error
 
     def write(self, name: str, value: dict[str, Any]) -> None:
         write_json(self.path / name, value)

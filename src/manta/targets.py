@@ -131,7 +131,10 @@ def build(key: str, spec: Mapping[str, Any], allowed: Sequence[str], *args: Any,
     check_allowed(key, spec, allowed)
     target, kwargs = split(spec)
     function = locate(key, target, allowed)
-    parameters = inspect.signature(function).parameters
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:  # some C functions have none
+        parameters = types.MappingProxyType({})
     for name, value in extra.items():
         if name in parameters and kwargs.get(name) is None:
             kwargs[name] = value

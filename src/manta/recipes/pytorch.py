@@ -22,11 +22,18 @@ from manta.training.parallel import bare, parallelise
 from manta.training.precision import Precision
 from manta.training.tasks import Classification
 
+REPORTED = ("val/loss", "val/accuracy")
+
 
 class PyTorchRecipe:
     """`recipe=pytorch`; see `manta.recipes.Recipe` for what each method does."""
 
     def check(self, config: Config, look_at_data: bool) -> Outline:
+        if config.objective.metric not in REPORTED:
+            raise MantaError(
+                f"objective.metric={config.objective.metric} is in recipe.metrics, but this recipe reports "
+                f"{', '.join(REPORTED)}."
+            )
         model = _on_meta(config)
         parameters = sum(p.numel() for p in model.parameters())
         name = config.model["_target_"].rsplit(".", 1)[-1]

@@ -10,6 +10,7 @@ import os
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from pickle import PickleError
 from typing import Any
 
 import torch
@@ -130,6 +131,6 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
                 f"Checkpoint {path} has format {meta.get('format')!r}; this version of Manta reads {FORMAT}."
             )
         state = torch.load(path / STATE, map_location="cpu", weights_only=True)
-    except (OSError, ValueError, EOFError, RuntimeError, AttributeError, KeyError) as error:
+    except (OSError, ValueError, EOFError, RuntimeError, AttributeError, LookupError, PickleError) as error:
         raise MantaError(f"Checkpoint {path} cannot be read: {error}") from error
     return state, meta

@@ -48,6 +48,11 @@ def build_scheduler(
     scheduler = build("scheduler", spec, config.allowed_targets, optimizer, total=length, mode=config.objective.mode)
     if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
         raise MantaError(f"scheduler._target_={spec['_target_']} is not a torch.optim.lr_scheduler.LRScheduler.")
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) and config.scheduler["unit"] != "validation":
+        raise MantaError(
+            f"scheduler.unit={config.scheduler['unit']}: {spec['_target_']} looks at the objective, so it can only step "
+            "after a validation. Set scheduler.unit=validation."
+        )
     return scheduler
 
 
