@@ -60,7 +60,7 @@ def plain(value: Any) -> bool:
 def test_the_defaults_compose_and_pass_every_check() -> None:
     config = from_hydra(composed())
     check(config)
-    assert (config.data.name, config.model["num_classes"], config.training.epochs) == ("digits", 10, 10)
+    assert (config.data.name, config.model["num_classes"], config.training.epochs) == ("digits", 10, 15)
 
 
 @pytest.mark.parametrize("option", list(options()))
