@@ -177,7 +177,8 @@ class Scaling:
     use_gpu: bool | None = None
     """One GPU per worker; null = if there are any."""
     resources_per_worker: dict[str, float | None] = field(default_factory=lambda: {"CPU": None, "GPU": None})
-    """Null: an even share of the CPUs, one GPU if GPUs are used. Others are added: +scaling.resources_per_worker.X=1"""
+    """Null: one GPU if GPUs are used; an even share of the CPUs, on a cluster of others one (or those that belong to the
+    GPU). Others are added: +scaling.resources_per_worker.X=1"""
     placement_strategy: str = "PACK"
     """Ray's: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD."""
     accelerator_type: str | None = None
