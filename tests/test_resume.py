@@ -159,3 +159,11 @@ def test_resumed_on_another_number_of_workers(lab: Lab) -> None:
     assert lab.launch("resume=latest", "training.max_steps=null", "scaling=in_process") == 0
     losses = [[line["train/loss"] for line in history(run) if "train/loss" in line] for run in (lab.latest, whole)]
     assert losses[0] == pytest.approx(losses[1], rel=0, abs=1e-9)
+
+
+def test_resumed_with_less_than_it_has_done(lab: Lab) -> None:
+    """Nothing is left to train: it is judged and ends."""
+    lab.run("scaling=in_process", "training.max_steps=30", "training.test=false")
+    assert lab.launch("resume=latest", "training.max_steps=10", "training.test=true") == 0
+    assert summary(lab.latest)["step"] == 30
+    assert "test/accuracy" in summary(lab.latest)["test"]

@@ -163,7 +163,7 @@ class Loop:
         steps = training_steps(
             order, progress.offset, data.batch_size, self.session.rank, self.session.world_size, data.micro_batch_size
         )
-        return itertools.islice(steps, self.total["step"] - progress.step)
+        return itertools.islice(steps, max(self.total["step"] - progress.step, 0))
 
     def _epoch(self, profiler: Any) -> bool:
         """Train to the end of the epoch (or of the training); False if asked to stop before."""
