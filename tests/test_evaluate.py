@@ -139,7 +139,7 @@ BAD = {
     "splits=[tset]": ("splits=[tset]", "Did you mean test?"),
     "num_workers=two": ("num_workers=two has a wrong value", "a whole number"),
     "num_workers=-1": ("num_workers=-1 is out of range",),
-    "num_workers=4000": ("num_workers=4000 with ", "can never be placed"),
+    "num_workers=4000": ("num_workers=4000: 4000 workers", "can never be placed"),
     "cluster.kind=existing": ("cluster.address=null", "host:port"),
     "cluster.num_cpu=3": ("there is no argument cluster.num_cpu", "Did you mean cluster.num_cpus?"),
     "checkpoint=7": ("checkpoint=7", "best, last, 69, 92"),
