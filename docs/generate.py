@@ -29,7 +29,7 @@ INTRO = """\
 Everything that can be set, with its default. Three ways to set it, later ones win:
 
 1. the files under `conf/`, composed in the order of the defaults list in `conf/config.yaml`;
-2. `conf/local/default.yaml`, if it exists: settings of this machine only, ignored by git;
+2. `conf/local/default.yaml`, if it exists: settings of this machine only, ignored by git; its first line is\n   `# @package _global_`;
 3. the command line: `python train.py GROUP=OPTION key.path=value`.
 
 ```bash

@@ -2,11 +2,13 @@
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def _rank() -> int:
@@ -71,3 +73,31 @@ class RaiseAt:
         if self.calls == self.call and _rank() == self.rank:
             raise ValueError("the user's own mistake")
         return batch
+
+
+class Exit:
+    """Ends the process as soon as it is built."""
+
+    def __init__(self) -> None:
+        sys.exit(0)
+
+
+class ExitLater:
+    """Ends the process in the first training batch."""
+
+    def __call__(self, _batch: Tensor) -> Tensor:
+        sys.exit(0)
+
+
+class _Phase(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.randn(64, 10, dtype=torch.complex64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return (inputs.to(torch.complex64) @ self.phase).abs()
+
+
+def complex_model(**_: object) -> nn.Module:
+    """A model with a complex parameter; takes and ignores the arguments of the default one."""
+    return nn.Sequential(nn.Flatten(), _Phase())

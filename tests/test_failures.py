@@ -1,7 +1,11 @@
 """What goes wrong on a worker: one message that names the cause, its rank and its line, and nothing is lost."""
 
+import errno
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +15,7 @@ from manta.errors import FAILED, MantaError
 from manta.runs import RunDir
 from manta.training.checkpoint import find_checkpoint, load_checkpoint
 from manta.workers import RemoteTraceback, WorkerFailed, _in_short, explain_failure
-from tests.conftest import ROOT, Lab
+from tests.conftest import ROOT, Lab, history
 
 CPU = ("scaling=cpu", "scaling.resources_per_worker.CPU=1")
 PLACES = pytest.mark.parametrize(
@@ -163,3 +167,59 @@ def test_exit_codes_and_tracebacks_of_the_command(lab: Lab) -> None:
     assert done.returncode == FAILED
     assert re.search(r'File ".*tests/faults.py", line \d+, in __call__', done.stderr)
     assert json.loads((lab.latest.path / "status.json").read_text())["error"] == "the user's own mistake"
+
+
+def test_a_closed_pipe_does_not_stop_training(lab: Lab) -> None:
+    """`python train.py | head -1`: nobody reads any more, the run goes on to its end."""
+    command = f"{sys.executable} {ROOT / 'train.py'} storage.path={lab.folder} scaling=in_process training.epochs=3"
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command} | head -1"], capture_output=True, text=True, cwd=lab.folder, timeout=120, check=False
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert lab.latest.read("status.json")["state"] == "finished"
+    assert "Finished" in (lab.latest.path / "train.log").read_text()
+    assert done.stderr == ""
+
+
+def test_plug_ins_cannot_end_the_process(lab: Lab) -> None:
+    """sys.exit(0) in the researcher's code is a failure, not a success."""
+    exiting = "data.transforms.train=[{_target_: tests.faults.Exit}]"
+    with pytest.raises(MantaError, match=r"sys\.exit\(0\)"):
+        lab.launch("scaling=in_process", "allowed_targets=[manta,torch,tests]", exiting, "plan=true")
+    done = lab.command(
+        "scaling=in_process", "allowed_targets=[manta,torch,tests]", exiting.replace("Exit", "ExitLater")
+    )
+    assert done.returncode == 1
+    assert "sys.exit(0)" in done.stderr
+    assert lab.latest.read("status.json")["state"] == "failed"
+
+
+def test_models_keep_their_own_dtypes(lab: Lab) -> None:
+    run = lab.run(
+        "scaling=in_process",
+        "allowed_targets=[manta,torch,tests]",
+        "training.epochs=1",
+        "model={_target_: tests.faults.complex_model}",
+    )
+    state, _ = load_checkpoint(run.checkpoints / "last")
+    assert state["learner"]["model"]["1.phase"].dtype == torch.complex64
+
+
+def test_a_full_disk_is_said_in_words(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The write of a checkpoint fails for lack of space: exit 1, the place, and how to go on; then it goes on."""
+    whole = lab.run("scaling=in_process", "training.epochs=4")
+    real, calls = torch.save, []
+
+    def full(*args: object, **kwargs: object) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "state.pt")
+        real(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(MantaError, match=r"No space left on device .*resume=") as failed:
+        lab.launch("scaling=in_process", "training.epochs=4")
+    assert failed.value.code == 1
+    assert lab.latest.read("status.json")["state"] == "failed"
+    assert lab.launch("resume=latest") == 0
+    assert history(lab.latest) == history(whole)

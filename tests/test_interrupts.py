@@ -107,6 +107,7 @@ def test_breakpoints(tmp_path: Path) -> None:
                  f"storage.path={tmp_path}", "allowed_targets=[manta,torch,tests]",
                  "data.transforms.train=[{_target_: tests.faults.Break}]"]  # fmt: skip
     environment = {**os.environ, "TERM": "xterm"}
+    environment.pop("PYTHONBREAKPOINT", None)  # ray.init of an earlier test leaves its own here
     child = pexpect.spawn(sys.executable, arguments, encoding="utf-8", timeout=60, cwd=str(tmp_path), env=environment)  # type: ignore[arg-type]
     child.expect(r"\(Pdb\) ")
     child.sendline("p answer + 100")

@@ -279,7 +279,9 @@ def folders(config: Config) -> Iterator[str]:
     for key in ("storage.path", "data.root"):
         if not value_of(config, key).strip():
             yield f"{key}='' must be a folder."
-    if "://" not in config.storage.path:
+    if "://" in config.storage.path:
+        yield f"storage.path={config.storage.path} must be a folder (a mounted or shared one, on several nodes): URLs are not supported."
+    else:
         path = Path(config.storage.path)
         there = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
         if not there.is_dir():

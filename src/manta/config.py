@@ -277,6 +277,11 @@ def from_hydra(cfg: DictConfig) -> Config:
         MantaError: an unknown setting (`+key=` adds one without complaint), a missing value or a broken interpolation.
     """
     for key, value in unknown_keys(cfg, Config):
+        if key.split(".")[0] in ("local", "experiment", "debug"):
+            raise MantaError(
+                f"conf/{key.split('.')[0]}/: a file there must begin with the line `# @package _global_`, so that its settings "
+                "are those of the run."
+            )
         found = suggest(key, [name for name in paths_of(cfg) if name != key])
         raise MantaError(f"{key}={value} is not a setting." + (f" Did you mean {found} (without +)?" if found else ""))
     missing = missing_keys(cfg)

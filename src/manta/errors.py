@@ -7,6 +7,7 @@ never be satisfied; 130 interrupted (resumable).
 import difflib
 import sys
 import traceback
+from bdb import BdbQuit
 from collections.abc import Callable, Iterable
 
 FINISHED, FAILED, INVALID, INTERRUPTED = 0, 1, 2, 130
@@ -81,7 +82,7 @@ def exit_code(command: Callable[[], int], tracebacks: bool = False) -> int:
             traceback.print_exc()
         print(f"Error: {error}", file=sys.stderr)
         return error.code
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, BdbQuit):
         return INTERRUPTED
     except Exception:
         traceback.print_exc()

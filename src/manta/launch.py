@@ -1,13 +1,15 @@
 """From a valid configuration to an outcome: the one place that knows how a run is started, watched and ended."""
 
+import errno
 import shlex
 import shutil
 import signal
 import threading
 import time
 import traceback
+from bdb import BdbQuit
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -63,6 +65,8 @@ class Interrupts:
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         self.count += 1
         if self.count > 1 or self.ask is None:
+            for each in (signal.SIGINT, signal.SIGTERM):  # what ends now ends undisturbed
+                signal.signal(each, signal.SIG_IGN)
             raise KeyboardInterrupt
         self.say(f"{signal.Signals(number).name}: stopping after a checkpoint (once more stops at once)")
         self.ask()
@@ -88,6 +92,11 @@ def launch(config: Config, overrides: list[str], previous: RunDir | None = None)
             return Launch(config, overrides, previous, view, interrupts).go()
         except KeyboardInterrupt:
             return INTERRUPTED
+        except SystemExit as error:
+            raise MantaError(
+                f"Code of the model, the data or another plug-in ended this process with sys.exit({error.code}).",
+                code=FAILED,
+            ) from error
 
 
 @dataclass
@@ -135,16 +144,20 @@ class Launch:
             view.say(table(title, [*rows, ("results", str(run))]))
             with view.progress(self.config, outline.total_steps):
                 state = execute(run, needs)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, BdbQuit):
             state = runs.INTERRUPTED
-        except Exception as error:
-            code = error.code if isinstance(error, MantaError) else FAILED
+        except (Exception, SystemExit) as error:
             view.note("".join(traceback.format_exception(error)))
+            failure = _storage_failure(error, run) if isinstance(error, OSError) else error
+            code = failure.code if isinstance(failure, MantaError) else FAILED
             if before is not None and code == INVALID:  # what cannot be is not what the run continues with next time
                 (run.path / "config.yaml").write_bytes(before)
-            run.update_status(state=runs.FAILED, finished=runs.now(), error=str(error), exit_code=code)
-            _set_summary_state(run, runs.FAILED)
-            raise
+            with suppress(OSError):  # of a full disk, say
+                run.update_status(state=runs.FAILED, finished=runs.now(), error=str(failure), exit_code=code)
+                _set_summary_state(run, runs.FAILED)
+            if failure is error:
+                raise
+            raise failure from error
         code = FINISHED if state == runs.FINISHED else INTERRUPTED
         run.update_status(state=state, finished=runs.now(), exit_code=code)
         _set_summary_state(run, state)
@@ -186,6 +199,18 @@ def _ask_to_stop(run: RunDir) -> None:
     run.stop_file.touch()
     if not runs.is_locked(run):  # no rank trains yet: nothing to save
         raise KeyboardInterrupt
+
+
+def _storage_failure(error: OSError, run: RunDir) -> BaseException:
+    """What the disk did, in words; another OSError as it is."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE):
+        return error
+    where = error.filename or run
+    return MantaError(
+        f"Storage failed: {error.strerror} ({where}). The last whole checkpoint is kept. When {run} can be written again: "
+        f"python train.py resume={shlex.quote(str(run))}",
+        code=FAILED,
+    )
 
 
 def _nothing_left(config: Config, run: RunDir) -> bool:
@@ -248,6 +273,7 @@ def _result(run: RunDir, state: str, seconds: float) -> Any:
         rows.append(("extend", f"python train.py resume={where} training.epochs=<more>"))
     else:
         rows.append(("resume", f"python train.py resume={where}"))
-    overrides = (run.path / "overrides.txt").read_text().splitlines()[0]
-    rows.append(("repeat", f"python train.py {overrides}".rstrip()))
+    attempts = (run.path / "overrides.txt").read_text().splitlines()
+    if len(attempts) == 1:  # several together are no one command
+        rows.append(("repeat", f"python train.py {attempts[0]}".rstrip()))
     return table({"finished": "Finished", "interrupted": "Interrupted"}[state], rows)

@@ -59,6 +59,7 @@ def restore(cfg: DictConfig, overrides: list[str]) -> tuple[DictConfig, RunDir]:
     """
     run = runs.find(str(cfg.resume), absolute(cfg.storage.path))
     _wait_for_survivors(run)
+    _repair_last(run)
     saved = load(run)
     for override in OverridesParser.create().parse_overrides(overrides):
         key = override.key_or_group
@@ -73,6 +74,27 @@ def restore(cfg: DictConfig, overrides: list[str]) -> tuple[DictConfig, RunDir]:
             value: Any = OmegaConf.select(cfg, key)
             OmegaConf.update(saved, key, value, merge=False, force_add=True)
     return saved, run
+
+
+def _repair_last(run: RunDir) -> None:
+    """Make `last` name the newest whole checkpoint where it names none.
+
+    Raises:
+        MantaError: the run had checkpoints and none is left (a run that never had one starts at step 0 again).
+    """
+    if runs.find_checkpoint(run.checkpoints, "last") is not None:
+        return
+    whole = sorted(
+        path.name for path in run.checkpoints.glob("step-*") if runs.find_checkpoint(run.checkpoints, path.name)
+    )
+    if whole:
+        runs.point(run.checkpoints / "last", whole[-1])
+        print(f"{run}: checkpoints/last names no whole checkpoint; continuing from {whole[-1]}.", flush=True)
+    elif run.read("summary.json").get("step"):
+        raise MantaError(
+            f"resume: the checkpoints of {run} are gone (its summary.json speaks of step "
+            f"{run.read('summary.json')['step']}). Put {run}/checkpoints back, or start a new run."
+        )
 
 
 def _wait_for_survivors(run: RunDir, wait_s: float = 60.0) -> None:

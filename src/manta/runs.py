@@ -219,10 +219,15 @@ def create(config: Config) -> RunDir:
 
 def point_latest(root: Path, path: Path) -> None:
     """Make `latest` name a run, once it has all that a resume needs."""
-    aside = root / f".latest-{os.getpid()}"
+    point(root / "latest", str(path.relative_to(root)))
+
+
+def point(link: Path, target: str) -> None:
+    """Make a link name `target` in one step."""
+    aside = link.with_name(f".writing-{link.name}-{os.getpid()}")
     aside.unlink(missing_ok=True)
-    aside.symlink_to(path.relative_to(root))
-    aside.replace(root / "latest")
+    aside.symlink_to(target)
+    aside.replace(link)
 
 
 def find(spec: str, storage: str, key: str = "resume") -> RunDir:

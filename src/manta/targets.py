@@ -141,6 +141,8 @@ def build(key: str, spec: Mapping[str, Any], allowed: Sequence[str], *args: Any,
     bind(key, function, args, kwargs)
     try:
         return function(*args, **kwargs)
-    except (ValueError, TypeError) as error:
+    except MantaError:
+        raise
+    except Exception as error:  # whatever a constructor says of its values
         shown = ", ".join(f"{name}={value!r}" for name, value in kwargs.items() if name not in extra)
         raise MantaError(f"{key}: {target} refuses its arguments ({shown}): {error}") from error

@@ -38,11 +38,20 @@ def number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}" if abs(value) < 1e-3 or abs(value) >= 1e4 else f"{value:.4f}"
 
 
+class Terminal(Console):
+    """A console that falls silent when nobody reads it any more (`| head`): training goes on."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        if self.file is sys.stdout:  # else Python complains of it at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 class View:
     """The terminal of one command."""
 
     def __init__(self) -> None:
-        self.terminal = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        self.terminal = Terminal(file=sys.stdout, highlight=False, soft_wrap=True)
         self.log: Console | None = None
         self._log_file: IO[str] | None = None
         self._aside: IO[str] | None = None

@@ -32,6 +32,11 @@ def load_splits(data: Data, allowed: Sequence[str]) -> Splits:
         )
     for name in ("train", "val", "test"):
         part = getattr(splits, name)
+        if part is None and name != "test":
+            raise MantaError(
+                f"data.dataset._target_={data.dataset['_target_']} returns Splits without a {name} split. To carve one off: "
+                "manta.data.split.carve_fraction"
+            )
         if part is not None:
             _check_split(f"The {name} split of data set {data.name}", part, data)
     return splits
@@ -83,7 +88,7 @@ def _check_sample(where: str, sample: Any, data: Data) -> None:
 
 
 def _check_targets(where: str, targets: Tensor, data: Data) -> None:
-    if targets.dim() != 1 or targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
+    if targets.dim() != 1 or targets.dtype != torch.int64:
         raise MantaError(
             f"{where} has targets of type {targets.dtype} and shape {list(targets.shape)}; they must be class numbers: "
             "int64, one a sample."

@@ -75,8 +75,8 @@ class PyTorchRecipe:
 
 def _trained(session: Session, config: Config, checkpoint: Path) -> nn.Module:
     """The model with a checkpoint's weights, in eval mode."""
-    dtype = Precision.make(config.training.precision, session.device).dtype
-    model = parallelise(build_model(config).to(session.device, dtype), session, config.scaling.strategy)
+    precision = Precision.make(config.training.precision, session.device)
+    model = parallelise(precision.cast(build_model(config).to(session.device)), session, config.scaling.strategy)
     load_weights(model, load_checkpoint(checkpoint)[0]["learner"])
     return bare(model).eval()
 
@@ -99,8 +99,7 @@ def _on_meta(config: Config) -> nn.Module:
     except NotImplementedError:  # a constructor that needs real numbers
         model = build_model(config).to("meta")
     try:
-        with torch.no_grad():
-            output = model(torch.empty(shape, device="meta"))
+        output = model(torch.empty(shape, device="meta"))
     except NotImplementedError:
         return model
     except (RuntimeError, ValueError, IndexError) as error:
@@ -110,5 +109,10 @@ def _on_meta(config: Config) -> nn.Module:
         raise MantaError(
             f"model: for a batch of shape {shape}, {config.model['_target_']} gives {got} instead of "
             f"[2, {config.data.num_classes}] logits (data.num_classes={config.data.num_classes})."
+        )
+    if not output.requires_grad:
+        raise MantaError(
+            f"model: the output of {config.model['_target_']} does not depend on any parameter that can be trained "
+            "(detached, or computed under torch.no_grad)."
         )
     return model

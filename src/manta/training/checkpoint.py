@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from manta.errors import MantaError
-from manta.runs import META, finite
+from manta.runs import META, finite, point
 from manta.runs import find_checkpoint as find_checkpoint
 
 STATE = "state.pt"
@@ -33,7 +33,7 @@ class CheckpointWriter:
         self.folder, self.keep = folder, keep
         folder.mkdir(parents=True, exist_ok=True)
         for left_over in folder.glob(".writing-*"):
-            shutil.rmtree(left_over, ignore_errors=True)
+            left_over.unlink() if left_over.is_symlink() else shutil.rmtree(left_over, ignore_errors=True)
         self._pool = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
         self._pending: Future[None] | None = None
 
@@ -90,10 +90,7 @@ class CheckpointWriter:
         self._retire()
 
     def _link(self, link: str, name: str) -> None:
-        aside = self.folder / f".writing-{link}"
-        aside.unlink(missing_ok=True)
-        aside.symlink_to(name)
-        aside.replace(self.folder / link)
+        point(self.folder / link, name)
 
     def _retire(self) -> None:
         linked = {(self.folder / link).resolve().name for link in ("last", "best")}

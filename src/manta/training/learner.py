@@ -79,7 +79,7 @@ class Learner:
         self.session, self.config = session, config
         self.precision = Precision.make(config.training.precision, session.device)
         self.task = Classification(config.training.label_smoothing)
-        model = build_model(config).to(session.device, self.precision.dtype)
+        model = self.precision.cast(build_model(config).to(session.device))
         if config.training.compile:
             model.compile()
         self.model = parallelise(model, session, config.scaling.strategy)
@@ -139,8 +139,14 @@ class Learner:
         gradients = [] if self.scaler.is_enabled() else self._gradients()
         local = [g.to_local() if is_sharded(g) else g for g in gradients] if self.sharded else gradients
         # GradScaler's own check (times one): one kernel, 6 us where the norm of the default MLP's gradients takes 30.
-        torch._amp_foreach_non_finite_check_and_unscale_([loss, *local], self._found.zero_(), self._one)
-        if not self._found.item():
+        try:
+            torch._amp_foreach_non_finite_check_and_unscale_([loss, *local], self._found.zero_(), self._one)
+            found = bool(self._found.item())
+        except (NotImplementedError, RuntimeError):  # complex or sparse gradients
+            found = not all(
+                bool(torch.isfinite(g.coalesce().values() if g.is_sparse else g).all()) for g in [loss, *local]
+            )
+        if not found:
             return
         what = "the gradient is not finite" if math.isfinite(loss.item()) else f"the loss is {loss.item()}"
         raise MantaError(

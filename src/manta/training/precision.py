@@ -4,6 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from manta.errors import MantaError
 
@@ -29,6 +30,12 @@ class Precision:
             )
         autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
         return cls(torch.float64 if name == "fp64" else torch.float32, autocast, device.type)
+
+    def cast(self, model: nn.Module) -> nn.Module:
+        """The model with its real weights in double for fp64; whatever a model's own dtypes are, they stay otherwise."""
+        if self.dtype == torch.float64:
+            model._apply(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+        return model
 
     def context(self) -> AbstractContextManager[object]:
         """The forward pass runs inside this."""
