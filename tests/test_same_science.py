@@ -59,3 +59,5 @@ def test_fsdp2_matches_ddp(lab: Lab, reference) -> None:
     scaling = ("scaling=cpu", "scaling.strategy=fsdp2", "scaling.resources_per_worker={CPU: 1}")
     run = lab.run(*scaling, "data.micro_batch_size=7", *SETTINGS)
     assert_same(run, reference)
+    # Its checkpoint is a whole one: a single process goes on from it.
+    assert lab.launch("resume=latest", "scaling=in_process", "scaling.strategy=ddp", "training.epochs=3") == 0
