@@ -18,8 +18,8 @@ help: ## Show this list
 train: $(READY) ## Set up if needed, then train (defaults: digits, mlp, this machine)
 	@exec $(RUN) train.py $(ARGS)
 
-test: $(READY) ## Set up if needed, then run all tests
-	@exec $(RUN) -m pytest $(ARGS)
+test: $(READY) ## Set up if needed, then run all tests, two files at a time (ARGS="tests/test_plan.py -x": just those)
+	@exec $(RUN) -m pytest $(or $(ARGS),-n 2 --dist loadfile)
 
 lint: $(READY) ## Check style and formatting
 	@$(RUN) -m ruff check .
