@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -78,17 +79,24 @@ def start_head(folder: Path, **auth: str) -> Iterator[Head]:
         process.wait(timeout=60)
 
 
+# Ray's sockets live in its folder, and their paths may have 107 characters: pytest's own folders are too deep.
+
+
 @pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
-    # Ray's sockets live in its folder, and their paths may not be long.
-    folder = tmp_path_factory.mktemp("r")
-    with start_head(folder, RAY_AUTH_MODE="disabled") as started:
+def head() -> Iterator[Head]:
+    with (
+        tempfile.TemporaryDirectory(prefix="ray-") as folder,
+        start_head(Path(folder), RAY_AUTH_MODE="disabled") as started,
+    ):
         yield started
 
 
 @pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
-    with start_head(tmp_path_factory.mktemp("r"), RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=TOKEN) as started:
+def guarded() -> Iterator[Head]:
+    with (
+        tempfile.TemporaryDirectory(prefix="ray-") as folder,
+        start_head(Path(folder), RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=TOKEN) as started,
+    ):
         yield started
 
 
