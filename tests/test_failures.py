@@ -205,14 +205,15 @@ def test_models_keep_their_own_dtypes(lab: Lab) -> None:
     assert state["learner"]["model"]["1.phase"].dtype == torch.complex64
 
 
-def test_a_full_disk_is_said_in_words(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("write", [1, 3], ids=["first checkpoint", "third"])
+def test_a_full_disk_is_said_in_words(lab: Lab, monkeypatch: pytest.MonkeyPatch, write: int) -> None:
     """The write of a checkpoint fails for lack of space: exit 1, the place, and how to go on; then it goes on."""
     whole = lab.run("scaling=in_process", "training.epochs=4")
     real, calls = torch.save, []
 
     def full(*args: object, **kwargs: object) -> None:
         calls.append(1)
-        if len(calls) == 3:
+        if len(calls) == write:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "state.pt")
         real(*args, **kwargs)  # type: ignore[arg-type]
 

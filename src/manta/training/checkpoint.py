@@ -8,6 +8,7 @@ checkpoints/last, checkpoints/best     links
 import json
 import os
 import shutil
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from pickle import PickleError
@@ -37,18 +38,19 @@ class CheckpointWriter:
         self._pool = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
         self._pending: Future[None] | None = None
 
-    def save(self, state: dict[str, Any], meta: dict[str, Any], best: bool) -> None:
+    def save(self, state: dict[str, Any], meta: dict[str, Any], best: bool, published: Callable[[], None]) -> None:
         """Publish a checkpoint; with asynchronous writing, wait only for the one before.
 
         Args:
             state: independent of the live training state (see `parallel.whole`).
             best: it is the best so far.
+            published: called once it is whole and `last` names it; what speaks of it is written then, not before.
         """
         self.wait()
         if self._pool is None:
-            self._write(state, meta, best)
+            self._write(state, meta, best, published)
         else:
-            self._pending = self._pool.submit(self._write, state, meta, best)
+            self._pending = self._pool.submit(self._write, state, meta, best, published)
 
     def wait(self) -> None:
         """Return when what was saved is on disk; raises what the write raised."""
@@ -63,7 +65,7 @@ class CheckpointWriter:
             if self._pool is not None:
                 self._pool.shutdown()
 
-    def _write(self, state: dict[str, Any], meta: dict[str, Any], best: bool) -> None:
+    def _write(self, state: dict[str, Any], meta: dict[str, Any], best: bool, published: Callable[[], None]) -> None:
         name = f"step-{meta['step']:08d}"
         final, aside = self.folder / name, self.folder / f".writing-{name}"
         shutil.rmtree(aside, ignore_errors=True)
@@ -87,6 +89,7 @@ class CheckpointWriter:
         if best:  # first: whoever finds this `last` finds the `best` that its state speaks of
             self._link("best", name)
         self._link("last", name)
+        published()
         self._retire()
 
     def _link(self, link: str, name: str) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -129,7 +130,8 @@ class Loop:
                 self.writer.wait()
             self.session.barrier()
             test = self._test() if state == "finished" and self.config.training.test else {}
-            self._summarise(state, test)
+            if self.session.main:
+                self.session.run.write("summary.json", self._summary(state, test))
             return {"state": state}
         finally:
             if self.writer is not None:
@@ -285,8 +287,9 @@ class Loop:
                 "metrics": progress.metrics,
                 "world_size": session.world_size,
             }
-            self.writer.save(state, meta, best)
-            self._summarise("running", {})
+            self.writer.save(
+                state, meta, best, partial(session.run.write, "summary.json", self._summary("running", {}))
+            )
         self.agree.saved()
         self.save_due = False
         self.watch.start()
@@ -311,37 +314,33 @@ class Loop:
                 self.losses.copy_(sums)
         self.session.open_metrics(state["metrics_bytes"])
 
-    def _summarise(self, state: str, test: dict[str, float]) -> None:
-        if not self.session.main:
-            return
+    def _summary(self, state: str, test: dict[str, float]) -> dict[str, Any]:
+        """summary.json, see docs/run_directory.md."""
         progress, objective = self.progress, self.config.objective
         best = progress.best
         speed = self.watch.samples / self.watch.seconds if self.watch.seconds else 0.0
-        self.session.run.write(
-            "summary.json",
-            {
-                "state": state,
-                "objective": {
-                    "metric": objective.metric,
-                    "mode": objective.mode,
-                    "value": best["value"] if best else None,
-                },
-                "step": progress.step,
-                "epoch": progress.epoch,
-                "metrics": progress.metrics,
-                "best": best
-                and {
-                    "epoch": best["epoch"],
-                    "step": best["step"],
-                    "checkpoint": f"checkpoints/step-{best['step']:08d}",
-                    "metrics": best["metrics"],
-                },
-                "test": test,
-                "throughput": {"samples_per_s": round(speed, 1)},
-                "world_size": self.session.world_size,
-                "resume_command": f"python train.py resume={self.session.run}",
+        return {
+            "state": state,
+            "objective": {
+                "metric": objective.metric,
+                "mode": objective.mode,
+                "value": best["value"] if best else None,
             },
-        )
+            "step": progress.step,
+            "epoch": progress.epoch,
+            "metrics": dict(progress.metrics),
+            "best": best
+            and {
+                "epoch": best["epoch"],
+                "step": best["step"],
+                "checkpoint": f"checkpoints/step-{best['step']:08d}",
+                "metrics": best["metrics"],
+            },
+            "test": test,
+            "throughput": {"samples_per_s": round(speed, 1)},
+            "world_size": self.session.world_size,
+            "resume_command": f"python train.py resume={self.session.run}",
+        }
 
     def _profiler(self) -> AbstractContextManager[Any]:
         if not (self.config.training.profile and self.session.main):
