@@ -210,6 +210,35 @@ class Cluster:
 
 
 @dataclass
+class Search:
+    """Many runs, called trials, instead of one; algorithm and scheduler combine freely."""
+
+    algorithm: dict[str, Any] = field(default_factory=dict)
+    """Who chooses the values of a trial: `name` and its arguments (`search/algorithm=optuna`); empty = no search."""
+    scheduler: dict[str, Any] = field(default_factory=dict)
+    """Who stops bad trials early: `name` and its arguments (`search/scheduler=asha`); empty = nobody."""
+    space: dict[str, Any] = field(default_factory=dict)
+    """What is searched, laid out as the configuration; a leaf is a domain of ray.tune written as a call, e.g.
+    `loguniform(1e-4, 1e-1)`; null = not searched."""
+    num_samples: int | None = 20
+    """Trials; null = until `time_budget_s` (a grid has as many as it has points)."""
+    time_budget_s: float | None = None
+    """Seconds after which this launch stops its trials and ends with what it has; null = no limit."""
+    max_concurrent_trials: int | None = None
+    """Trials at once at most; null = as many as the resources hold."""
+    points_to_evaluate: list[dict[str, Any]] = field(default_factory=list)
+    """Values to try first, each laid out as `space`; what one leaves out is sampled."""
+    seed: int = 0
+    """Seeds the search itself: two searches with one seed sample the same values."""
+    max_failures: int = 0
+    """How often a failed trial is tried again, from its last checkpoint."""
+    refit: bool = True
+    """At the end, train the best configuration with `refit_seeds` fresh seeds and evaluate each once on test."""
+    refit_seeds: int = 3
+    """How many; they follow `seed`."""
+
+
+@dataclass
 class Storage:
     """Where results go."""
 
@@ -255,8 +284,8 @@ class Config:
     """Workers and their resources."""
     cluster: Cluster = field(default_factory=Cluster)
     """Where Ray comes from."""
-    search: dict[str, Any] = field(default_factory=dict)
-    """Many runs instead of one; empty = one run."""
+    search: Search = field(default_factory=Search)
+    """Many runs instead of one."""
     tracking: dict[str, Any] = field(default_factory=dict)
     """Trackers beside the run directory; empty = none."""
     storage: Storage = field(default_factory=Storage)

@@ -1,0 +1,1 @@
+"""Searches: many runs, called trials, on Ray Tune. Any run becomes one by adding `search=`."""
