@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import ray
 from ray.tune.experiment import Experiment, Trial
 from ray.tune.schedulers import TrialScheduler
 from ray.tune.search import SearchAlgorithm
@@ -101,15 +102,18 @@ class Watched:
 
 
 def error_of(trial: Trial) -> str:
-    """Why a trial failed, in the words of the one who knows."""
-    error: Any = trial.get_pickled_error()
-    if error is None:
-        return "the search was told nothing"
-    cause = getattr(error, "cause", None) or error
-    if type(cause).__name__ in ("RayActorError", "ActorDiedError"):
+    """Why a trial failed."""
+    error = trial.get_pickled_error()
+    return "unknown" if error is None else why(error)
+
+
+def why(error: Exception) -> str:
+    """What a trial's process raised, in the words of the one who knows."""
+    cause: Any = getattr(error, "cause", None) or error
+    if isinstance(cause, ray.exceptions.RayActorError):
         return "the process of the trial is gone: killed, out of memory, or a crash in native code"
     text = str(cause).strip() or type(cause).__name__
-    return text if type(cause).__name__ in ("MantaError", "WorkerFailed") else f"{type(cause).__name__}: {text}"
+    return text if isinstance(cause, MantaError) else f"{type(cause).__name__}: {text}"
 
 
 class Trials(SearchAlgorithm):
