@@ -27,6 +27,7 @@ from manta.workers import Tail, on_workers
 
 if TYPE_CHECKING:
     from manta.recipes import Outline
+    from manta.search.space import Space
 
 
 class Interrupts:
@@ -72,12 +73,16 @@ class Interrupts:
         self.ask()
 
 
-def launch(config: Config, overrides: list[str], previous: RunDir | None = None) -> int:
-    """Run a configuration, or continue `previous` with it; an exit code.
+def launch(
+    config: Config, overrides: list[str], previous: RunDir | None = None, space: "Space | None" = None
+) -> int:
+    """Run a configuration, search `space`, or continue `previous` with it; an exit code.
 
     Raises:
         MantaError: the request is invalid or can never be satisfied (then nothing was written), or training failed.
     """
+    if space is not None:
+        raise NotImplementedError
     view = View()
     if previous is not None and _nothing_left(config, previous):
         view.say(
