@@ -18,7 +18,8 @@ from manta.cluster import connect, is_running
 from manta.config import Cluster, Config, Scaling, Storage, absolute, from_hydra
 from manta.errors import FAILED, FINISHED, MantaError, nearest
 from manta.resume import load
-from manta.runs import RunDir, find_checkpoint
+from manta.runs import RunDir, find_checkpoint, link_or_copy
+from manta.search.best import best_of, is_search
 from manta.targets import build
 from manta.view import View, number, table
 from manta.workers import on_workers
@@ -34,7 +35,7 @@ class Arguments:
     """
 
     run: str = "latest"
-    """`latest`, or a run directory."""
+    """`latest`, or the directory of a run, or of a search (then its best trial)."""
     checkpoint: str = "best"
     """`best`, `last`, or the step of one that was kept."""
     splits: list[str] = field(default_factory=list)
@@ -62,9 +63,9 @@ def evaluate(arguments: Arguments) -> int:
             hint = nearest(split, SPLITS)
             meant = f" Did you mean {hint}?" if hint else ""
             raise MantaError(f"splits=[{split}]: it must be of {', '.join(SPLITS)}.{meant}")
-    run = runs.find(arguments.run, absolute(arguments.storage.path), key="run")
-    config = saved_config(run, arguments.num_workers, arguments.use_gpu, arguments.cluster)
     view, name = View(), arguments.checkpoint
+    run = find_run(arguments.run, arguments.storage, view)
+    config = saved_config(run, arguments.num_workers, arguments.use_gpu, arguments.cluster)
     with published(run, name) as checkpoint:
         meta = json.loads((checkpoint / "meta.json").read_text())
         if arguments.num_workers == 0:
@@ -86,6 +87,20 @@ def evaluate(arguments: Arguments) -> int:
         rows.append((split, "  ".join(f"{key.partition('/')[2]} {number(value)}" for key, value in mine)))
     view.say(table("Evaluation", [*rows, ("written to", runs.short(path))]))
     return FINISHED
+
+
+def find_run(spec: str, storage: Storage, view: View) -> RunDir:
+    """The run that `run=` means; of a search its best.
+
+    Raises:
+        MantaError: there is none.
+    """
+    run = runs.find(spec, absolute(storage.path), key="run")
+    if not is_search(run):
+        return run
+    best = best_of(run)
+    view.say(f"{run} is a search: taking its best, trial {best.read('summary.json').get('trial')}, from {best}")
+    return best
 
 
 def saved_config(run: RunDir, num_workers: int, use_gpu: bool | None, cluster: Cluster) -> Config:
@@ -123,19 +138,13 @@ def published(run: RunDir, name: str) -> Iterator[Path]:
         steps = sorted(int(entry.removeprefix("step-")) for entry in there if entry.startswith("step-"))
         known = [*sorted(there & {"best", "last"}), *map(str, steps)]
         raise MantaError(f"checkpoint={name}: {run} has {', '.join(known) or 'no checkpoint yet'}.")
-    if not runs.is_locked(run):
+    around = RunDir(run.path.parent)
+    place = around if is_search(around) else run  # a search may replace its best/ at any moment
+    if place is run and not runs.is_locked(run):
         yield path
         return
-    with TemporaryDirectory(dir=run.path, prefix=".reading-") as folder:
-        yield Path(shutil.copytree(path, Path(folder) / path.name, copy_function=_link))
-
-
-def _link(source: str, target: str) -> None:
-    """A second name for a file; a copy where the file system has none."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
+    with TemporaryDirectory(dir=place.path, prefix=".reading-") as folder:
+        yield Path(shutil.copytree(path, Path(folder) / path.name, copy_function=link_or_copy))
 
 
 def measure(session: Any, config: Config, checkpoint: Path, splits: list[str]) -> dict[str, float]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from manta import runs
 from manta.config import Cluster, Config, Data, Storage, absolute, from_hydra, register
 from manta.errors import FINISHED, MantaError, nearest
-from manta.evaluate import published, saved_config
+from manta.evaluate import find_run, published, saved_config
 from manta.targets import build
 from manta.view import View, table
 
@@ -31,7 +31,7 @@ class Arguments:
     """
 
     run: str = "latest"
-    """`latest`, or a run directory."""
+    """`latest`, or the directory of a run, or of a search (then its best trial)."""
     checkpoint: str = "best"
     """`best`, `last`, or the step of one that was kept."""
     data: str | None = None
@@ -71,7 +71,8 @@ def predict(arguments: Arguments, conf: Path) -> int:
         hint = nearest(arguments.split, SPLITS)
         meant = f" Did you mean {hint}?" if hint else ""
         raise MantaError(f"split={arguments.split}: it must be one of {', '.join(SPLITS)}.{meant}")
-    run = runs.find(arguments.run, absolute(arguments.storage.path), key="run")
+    view = View()
+    run = find_run(arguments.run, arguments.storage, view)
     output = _output(arguments.output, run.path)
     config = saved_config(run, 0, arguments.use_gpu, Cluster())
     place = _place(arguments.data, config, conf)
@@ -92,7 +93,7 @@ def predict(arguments: Arguments, conf: Path) -> int:
     rows = [("checkpoint", f"{arguments.checkpoint} of {run}"), ("inputs", f"{source.shown}: {count:,}")]
     if source.classes is not None:
         rows.append(("accuracy", f"{correct / count:.4f}"))
-    View().say(table("Predictions", [*rows, ("written to", runs.short(output))]))
+    view.say(table("Predictions", [*rows, ("written to", runs.short(output))]))
     return FINISHED
 
 

@@ -11,6 +11,7 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -228,6 +229,16 @@ def point(link: Path, target: str) -> None:
     aside.unlink(missing_ok=True)
     aside.symlink_to(target)
     aside.replace(link)
+
+
+def link_or_copy(source: str | Path, target: str | Path) -> None:
+    """A second name for a file; a copy where the file system has none."""
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        shutil.copy2(source, target)
 
 
 def find(spec: str, storage: str, key: str = "resume") -> RunDir:

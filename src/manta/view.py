@@ -1,7 +1,8 @@
 """What the user sees: the plan, live progress, the result; and train.log, which gets all of it as plain text.
 
 On a terminal there is one live line below the lines printed so far; elsewhere one line an epoch. Both are drawn from
-the run's reports alone. Everything else that any process prints goes to train.log; what the researcher's own code
+the run's reports alone. A search has one live table of the trials that run; elsewhere one line a trial that ended.
+Everything else that any process prints goes to train.log; what the researcher's own code
 prints is also shown.
 """
 
@@ -10,17 +11,27 @@ import os
 import sys
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
 from rich.text import Text
 
 from manta.config import Config
 
+if TYPE_CHECKING:
+    from manta.search.record import Record
+    from manta.search.space import Space
+
+MOST_ROWS = 8  # of the table of running trials
 Rows = list[tuple[str, str]]
 
 
@@ -38,6 +49,16 @@ def number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}" if abs(value) < 1e-3 or abs(value) >= 1e4 else f"{value:.4f}"
 
 
+def brief(value: Any) -> str:
+    """A value of a setting, floats with four significant digits."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def assignments(values: dict[str, Any]) -> str:
+    """E.g. `model=mlp  optimizer.lr=0.0123`."""
+    return "  ".join(f"{key}={brief(value)}" for key, value in values.items())
+
+
 class Terminal(Console):
     """A console that falls silent when nobody reads it any more (`| head`): training goes on."""
 
@@ -45,6 +66,71 @@ class Terminal(Console):
         self.quiet = True
         if self.file is sys.stdout:  # else Python complains of it at the end
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@dataclass
+class Trials:
+    """What is shown of a search."""
+
+    config: Config
+    space: "Space"
+    total: int | None
+    """None = as many as the time allows."""
+    ended: dict[int, str] = field(default_factory=dict)
+    """The state that was shown of each trial that ended."""
+    records: list["Record"] = field(default_factory=list)
+    running: list["Record"] = field(default_factory=list)
+    waiting: int = 0
+    eta_s: float | None = None
+
+    def best(self) -> "Record | None":
+        from manta.search.record import ranked
+
+        return next(iter(ranked(self.records, self.config.objective.mode)), None)
+
+    def news(self) -> "list[Record]":
+        """Trials that ended since the last call; one that is tried again ends again."""
+        now = {each.number: each.state for each in self.records if each.state != "running"}
+        new = [each for each in self.records if now.get(each.number) not in (None, self.ended.get(each.number))]
+        self.ended = now
+        return new
+
+    def line(self, record: "Record") -> str:
+        """A trial that ended."""
+        metric, best = self.config.objective.metric, self.best()
+        mark = "  best so far" if best is record else ""
+        error = f"  {' '.join(record.error.split())}" if record.error else ""
+        return (
+            f"trial {record.number:>3}  {record.state:<8}  {metric} {number(record.value)}  {record.epochs} epochs  "
+            f"{record.seconds:.1f} s  {assignments(self.space.active(record.values))}{mark}{error}"
+        )
+
+    def headline(self) -> str:
+        states = Counter(each.state for each in self.records if each.state != "running")
+        parts = [f"trials {len(self.records)}" + ("" if self.total is None else f"/{self.total}")]
+        parts.append(f"running {len(self.running)}")
+        parts += [f"waiting {self.waiting}"] if self.waiting else []
+        parts += [f"{state} {states[state]}" for state in ("finished", "stopped", "failed") if states[state]]
+        best = self.best()
+        if best is not None:
+            parts.append(f"best {self.config.objective.metric} {number(best.value)} (trial {best.number})")
+        if self.eta_s is not None:
+            parts.append(f"ETA {str(timedelta(seconds=round(self.eta_s))).removeprefix('0:')}")
+        return " · ".join(parts)
+
+    def table(self) -> RenderableType:
+        """The headline and the first running trials, one line each whatever the width."""
+        rows = Table.grid(padding=(0, 2))
+        for justify in ("right", "right", "right", "left"):
+            rows.add_column(no_wrap=True, overflow="ellipsis", justify=justify)  # type: ignore[arg-type]
+        epochs = self.config.training.epochs
+        for each in self.running[:MOST_ROWS]:
+            of = "" if epochs is None else f"/{epochs}"
+            values = assignments(self.space.active(each.values))
+            rows.add_row(f"trial {each.number}", f"epoch {each.epoch}{of}", number(each.value), values)
+        more = len(self.running) - MOST_ROWS
+        parts: list[RenderableType] = [Text(self.headline(), style="bold", no_wrap=True, overflow="ellipsis"), rows]
+        return Group(*parts, *([Text(f"and {more} more")] if more > 0 else []))
 
 
 class View:
@@ -57,6 +143,8 @@ class View:
         self._aside: IO[str] | None = None
         self._live: Progress | None = None
         self._task: TaskID | None = None
+        self._table: Live | None = None
+        self._trials: Trials | None = None
         self._lock = threading.RLock()
         self._objective = ""
         self._latest: dict[str, Any] = {}
@@ -115,9 +203,10 @@ class View:
     def pause(self) -> None:
         """Take the live line away (for the end, or for a debugger)."""
         with self._lock:
-            if self._live is not None:
-                self._live.stop()
-                self._live = None
+            for live in (self._live, self._table):
+                if live is not None:
+                    live.stop()
+            self._live = self._table = None
 
     def update(self, line: dict[str, Any]) -> None:
         """Draw one report."""
@@ -148,6 +237,59 @@ class View:
             if key not in ("step", "epoch", "time", "samples_per_s") and not key.endswith("/lr")
         )
         return f"epoch {line['epoch']:>3}  step {line['step']:>6}  {metrics}  {line['samples_per_s']:,.0f} samples/s"
+
+    # --- a search ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def search_progress(
+        self, config: Config, space: "Space", total: int | None, known: "list[Record] | None" = None
+    ) -> Iterator[None]:
+        """Inside, `trials` draws what it is given.
+
+        Args:
+            total: trials; None = as many as the time allows.
+            known: of an earlier launch: what has ended then is not told again.
+        """
+        self._trials = Trials(config, space, total, records=list(known or []))
+        self._trials.news()
+        if self.terminal.is_terminal:
+            # It is drawn by a thread of its own, four times a second, whatever happens here.
+            self._table = Live(
+                get_renderable=self._trials.table,
+                console=self.terminal,
+                refresh_per_second=4,
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+            self._table.start()
+        try:
+            yield
+        finally:
+            self.pause()
+            self._trials = None
+
+    def trials(self, records: "list[Record]", running: "list[Record]", waiting: int, eta_s: float | None) -> None:
+        """What is known of all trials now.
+
+        Args:
+            records: all that were started.
+            waiting: of these, those that have no resources yet.
+            eta_s: seconds to the end; None = unknown.
+        """
+        shown = self._trials
+        if shown is None:
+            return
+        with self._lock:
+            shown.records, shown.running = list(records), list(running)
+            shown.waiting, shown.eta_s = waiting, eta_s
+            for record in shown.news():
+                line = shown.line(record)
+                # On a terminal the table counts them; only what failed says why.
+                if self._table is None or record.state == "failed":
+                    self.say(line)
+                else:
+                    self.note(line)
 
     # --- streams -------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,212 @@
+"""What a search found, from its records: trials.csv, what mattered, the refit's spread, summary.json."""
+
+import csv
+import json
+import math
+import os
+import re
+import shlex
+from collections import Counter
+from statistics import mean, stdev
+from typing import Any
+
+import yaml
+
+from manta import runs
+from manta.config import Config, Objective
+from manta.runs import RunDir, finite
+from manta.search.record import STOPPED, Record, ranked, trial_dir
+from manta.search.space import Domain, Space
+
+STATES = (runs.RUNNING, runs.FINISHED, STOPPED, runs.FAILED)
+FEWEST_TRIALS = 6  # below, what mattered is noise
+
+
+def setting(key: str) -> str:
+    """The setting that a searched key sets: `model.dropout` of `model.choice.mlp.dropout`."""
+    return re.sub(r"\.choice\.[^.]+", "", key)
+
+
+def settings(space: Space) -> list[str]:
+    """All that is searched."""
+    return list(dict.fromkeys(map(setting, space.domains)))
+
+
+def values_of(record: Record) -> dict[str, Any]:
+    """The values that a trial's best belongs to, or its latest."""
+    return record.values if record.best is None else record.best["values"]
+
+
+def counts(records: list[Record]) -> dict[str, int]:
+    """Trials by state."""
+    found = Counter(record.state for record in records)
+    return {state: found[state] for state in STATES}
+
+
+def one_line(error: str | None) -> str:
+    """What an error says: of a traceback the last line."""
+    lines = (error or "").strip().splitlines()
+    return " ".join(" ".join(lines[-1:] if lines and lines[0].startswith("Traceback") else lines).split())
+
+
+# --- trials.csv --------------------------------------------------------------------------------------------------
+
+
+def write_csv(search: RunDir, config: Config, space: Space, records: list[Record]) -> None:
+    """Replace trials.csv in one step."""
+    objective = config.objective.metric
+    names = (name for record in records if record.best is not None for name in record.best["metrics"])
+    metrics = [name for name in dict.fromkeys(names) if name != objective]
+    searched = settings(space)
+    aside = search.path / f".trials.csv.{os.getpid()}"
+    with open(aside, "w", newline="") as file:
+        writer = csv.writer(file)
+        columns = ["trial", "status", objective, *metrics, "best_epoch", "epochs", "time_s", "error", "directory"]
+        writer.writerow([*columns, *searched])
+        for record in records:
+            best, values = record.best or {"metrics": {}}, space.active(values_of(record))
+            row = [record.number, record.state, record.value, *(best["metrics"].get(name) for name in metrics)]
+            row += [best.get("epoch"), record.epochs, round(record.seconds, 2), one_line(record.error)]
+            row += [trial_dir(search, record.number).path.relative_to(search.path)]
+            writer.writerow([*map(finite, row), *(_cell(values[key]) if key in values else "" for key in searched)])
+    aside.replace(search.path / "trials.csv")
+
+
+def _cell(value: Any) -> Any:
+    """Numbers and words as they are, everything else as JSON."""
+    return value if isinstance(value, int | float | str) and not isinstance(value, bool) else json.dumps(value)
+
+
+# --- what mattered -----------------------------------------------------------------------------------------------
+
+
+def importance(space: Space, records: list[Record], objective: Objective) -> dict[str, float]:
+    """How much each searched setting mattered, the most first; shares of 1, {} if that cannot be told.
+
+    A random forest learns the rank of a trial from its values; a setting matters as much as its predictions for trials
+    it has not seen become worse when the setting's values are shuffled among them.
+    """
+    known = [record for record in ranked(records, objective.mode) if math.isfinite(record.value or 0.0)]
+    try:
+        found = _importance(space, known) if len(known) >= FEWEST_TRIALS else {}
+    except Exception:  # a view of the results is no reason to lose them
+        return {}
+    total = sum(found.values())
+    shares = {key: value / total for key, value in found.items()} if total > 0 else {}
+    return dict(sorted(shares.items(), key=lambda item: -item[1]))
+
+
+def _importance(space: Space, records: list[Record]) -> dict[str, float]:
+    """Mean rise of the squared error on held-out trials, not below 0."""
+    import numpy as np
+    from scipy.stats import rankdata
+    from sklearn.ensemble import RandomForestRegressor
+    from sklearn.inspection import permutation_importance
+    from sklearn.model_selection import KFold
+
+    rows = [space.active(values_of(record)) for record in records]
+    names = settings(space)
+    table = np.array([_feature(space, key, [row.get(key) for row in rows]) for key in names]).T
+    ranks = rankdata([record.value for record in records]) / len(records)
+    rises = []
+    for learn, held in KFold(5, shuffle=True, random_state=0).split(table):
+        forest = RandomForestRegressor(50, random_state=0).fit(table[learn], ranks[learn])
+        found = permutation_importance(
+            forest, table[held], ranks[held], scoring="neg_mean_squared_error", n_repeats=5, random_state=0
+        )
+        rises.append(found.importances_mean)
+    return {key: max(float(rise), 0.0) for key, rise in zip(names, np.mean(rises, axis=0), strict=True)}
+
+
+def _feature(space: Space, name: str, column: list[Any]) -> list[float]:
+    """A setting as numbers: logarithms for a logarithmic domain, positions for options.
+
+    Where a conditional setting does not apply it gets its median, so that it does not stand for the option it belongs to.
+    """
+    domains = [domain for key, domain in space.domains.items() if setting(key) == name]
+    present = [value for value in column if value is not None]
+    if all(isinstance(value, int | float) and not isinstance(value, bool) for value in present):
+        logarithmic = any("log" in domain.name for domain in domains) and min(present, default=0) > 0
+        column = [value if value is None else math.log(value) if logarithmic else float(value) for value in column]
+    else:
+        options = _options(domains, present)
+        column = [value if value is None else float(options.index(json.dumps(value))) for value in column]
+    numbers = sorted(value for value in column if value is not None)
+    return (
+        [numbers[len(numbers) // 2] if value is None else value for value in column] if numbers else [0.0] * len(column)
+    )
+
+
+def _options(domains: list[Domain], present: list[Any]) -> list[str]:
+    """All options in the order in which they are listed."""
+    listed = [option for domain in domains for option in domain.values or []]
+    return list(dict.fromkeys(map(json.dumps, [*listed, *present])))
+
+
+# --- summary.json ------------------------------------------------------------------------------------------------
+
+
+def refit_summary(search: RunDir, refits: list[RunDir]) -> dict[str, Any]:
+    """Validation (of the best checkpoint) and test of the best values, trained anew with other seeds.
+
+    Returns:
+        {"seeds", "runs", "val", "test"}; a metric is {"mean", "std" (of the sample; None for one seed), "values"}.
+    """
+    found = [run.read("summary.json") for run in refits]
+    best = [(each.get("best") or {"metrics": {}})["metrics"] for each in found]
+    return {
+        "seeds": [yaml.safe_load((run.path / "config.yaml").read_text())["seed"] for run in refits],
+        "runs": [os.path.relpath(run.path, search.path) for run in refits],
+        "val": _spread([{key: value for key, value in each.items() if key.startswith("val/")} for each in best]),
+        "test": _spread([each.get("test") or {} for each in found]),
+    }
+
+
+def _spread(found: list[dict[str, float | None]]) -> dict[str, Any]:
+    spread = {}
+    for key in dict.fromkeys(key for each in found for key in each):
+        values = [each.get(key) for each in found]
+        known = [value for value in values if value is not None]
+        spread[key] = {
+            "mean": mean(known) if known else None,
+            "std": stdev(known) if len(known) > 1 else None,
+            "values": values,
+        }
+    return spread
+
+
+def summary(
+    search: RunDir, config: Config, space: Space, records: list[Record], refit: dict[str, Any],
+    importances: dict[str, float], state: str,
+) -> dict[str, Any]:  # fmt: skip
+    """summary.json of a search, see docs/run_directory.md.
+
+    Args:
+        refit: of `refit_summary`; {} without one.
+    """
+    first = next(iter(ranked(records, config.objective.mode)), None)
+    best = None if first is None else first.best
+    return {
+        "state": state,
+        "objective": {
+            "metric": config.objective.metric,
+            "mode": config.objective.mode,
+            "value": best["value"] if best else None,
+        },
+        "metrics": best["metrics"] if best else {},
+        "best": best
+        and {
+            "trial": first and first.number,
+            "epoch": best["epoch"],
+            "step": best["step"],
+            "checkpoint": "best/checkpoint",
+            "metrics": best["metrics"],
+            "values": space.active(best["values"]),
+        },
+        "test": {key: spread["mean"] for key, spread in refit.get("test", {}).items()},
+        "refit": refit,
+        "trials": counts(records),
+        "epochs": sum(record.epochs for record in records),
+        "importance": importances,
+        "resume_command": f"python train.py resume={shlex.quote(str(search))}",
+    }
