@@ -17,6 +17,7 @@ from ray.tune.schedulers.pb2 import PB2
 
 from manta.config import Config
 from manta.runs import RunDir
+from manta.search.domains import is_mutable
 from manta.search.exploit import place
 from manta.search.record import trial_dir
 from manta.search.settings import scheduler as settings_of
@@ -79,7 +80,7 @@ def make_scheduler(config: Config, space: Space, run: RunDir, renew: Callable[[T
     if settings is not None:
         cls = _CLASSES[config.search.scheduler["name"]]
         arguments = {"time_attr": "epoch", **asdict(settings)}
-    mutable = {key: domain for key, domain in space.domains.items() if is_mutable(key)}
+    mutable = {key: domain for key, domain in space.domains.items() if is_mutable(key, domain)}
     if cls is PopulationBasedTraining:
         arguments |= {"hyperparam_mutations": {k: d.values or d.tune() for k, d in mutable.items()}, "log_config": False}
     if cls is PB2:
@@ -90,10 +91,3 @@ def make_scheduler(config: Config, space: Space, run: RunDir, renew: Callable[[T
     if mixin is Exploiting:
         scheduler.run, scheduler.space, scheduler.renew = run, space, renew
     return scheduler
-
-
-def is_mutable(key: str) -> bool:
-    """Whether a setting can change while a training is under way."""
-    from manta.search.settings import MUTABLE
-
-    return any(key.startswith(name) if name.endswith(".") else key == name for name in MUTABLE)

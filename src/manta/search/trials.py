@@ -19,6 +19,7 @@ from manta.search.algorithms import Algorithm
 from manta.search.record import STOPPED, Record
 from manta.search.study import Study
 
+METRICS = "metrics/"  # where Tune puts what a trial reports as "metrics"
 CONTINUE, PAUSE, STOP = TrialScheduler.CONTINUE, TrialScheduler.PAUSE, TrialScheduler.STOP
 
 
@@ -26,7 +27,14 @@ def number_of(trial: Trial) -> int:
     return int(trial.trial_id)
 
 
-class Watched:
+class NotPickled:
+    """Tune writes what it is given to disk, for a restore of its own that is not needed: there the study is."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+
+class Watched(NotPickled):
     """Mixed into a scheduler of Tune's: writes to the study what it is told, and tells the algorithm.
 
     Tune calls the scheduler at every turn of a trial's life, and it alone hears of each exactly once.
@@ -98,7 +106,8 @@ class Watched:
         return chosen
 
     def _reported(self, number: int, result: dict[str, Any], last: bool = False) -> None:
-        self.study.reported(number, result["epoch"], result["step"], result["metrics"], result["seconds"], last)
+        metrics = {key.removeprefix(METRICS): value for key, value in result.items() if key.startswith(METRICS)}
+        self.study.reported(number, result["epoch"], result["step"], metrics, result["seconds"], last)
 
 
 def error_of(trial: Trial) -> str:
@@ -116,7 +125,7 @@ def why(error: Exception) -> str:
     return text if isinstance(cause, MantaError) else f"{type(cause).__name__}: {text}"
 
 
-class Trials(SearchAlgorithm):
+class Trials(NotPickled, SearchAlgorithm):
     """Hands trials to Tune: those that an earlier launch left unfinished, then new ones.
 
     Args:
