@@ -73,10 +73,10 @@ class Search:
         algorithm = make_algorithm(self.config, self.space, self.view.say)
         self.scheduler = make_scheduler(self.config, self.space, self.run, self._renew)
         self.scheduler.watch(self.study, algorithm, lambda: self.trials.stopping)
-        limited = self.needs.num_workers > 1 or most is not None
-        pausing = search.scheduler.get("name") in PAUSING
-        self.slotted = limited and pausing and (search.num_samples or self.at_once + 1) > self.at_once
-        limit = self.at_once if limited and not self.slotted else None
+        # Slots let Tune keep the process of a trial for the next; but of a cluster's head all searches have a share.
+        shared = self.config.cluster.kind != "local" and most is not None and search.scheduler.get("name") not in PAUSING
+        self.slotted = (self.needs.num_workers > 1 or most is not None) and not shared
+        limit = self.at_once if shared else None
         self.trials = Trials(self.study, algorithm, self.scheduler, self._prepare, search.num_samples, limit)
         self._settled: set[tuple[int, str]] = set()
         self._began = self._written = self._active = time.monotonic()
@@ -218,7 +218,7 @@ class Search:
         else:
             bundle = dict(self.needs.per_worker)
         if slots is not None:
-            bundle[HEAD] = int(10_000 / slots) / 10_000
+            bundle[HEAD] = max(int(9_000 / slots), 1) / 10_000  # a tenth is for actors of Ray Train's own
         return tune.with_resources(tune.with_parameters(Trial, job=job), PlacementGroupFactory([bundle]))
 
     def _prepare(self, record: Record) -> dict[str, Any]:
