@@ -6,6 +6,7 @@ import math
 import multiprocessing
 import os
 import random
+import re
 import shlex
 import shutil
 import signal
@@ -634,8 +635,8 @@ def test_the_table_on_a_terminal(records: list[Record], tmp_path: Path) -> None:
             "trials 16/40 · running 10 · waiting 2 · finished 2 · stopped 1 · failed 3 · "
             f"best val/loss {best.value:.4f} (trial {best.number}) · ETA 03:20"
         ) in text
-        assert "trial 13  epoch 7/4" in text
-        assert "trial 14 " not in text and "and 2 more" in text
+        assert "trial  13  epoch   7/4" in text
+        assert "trial  14 " not in text and "and 2 more" in text
         assert "model=mlp  model.dropout=0.1  optimizer.lr=0.001" in text
         assert "trial   3  failed" in text and "trial   0  finished" not in text
         view.say("in between")
@@ -645,23 +646,38 @@ def test_the_table_on_a_terminal(records: list[Record], tmp_path: Path) -> None:
     assert "\x1b" not in log
 
 
-def test_the_table_fits_a_narrow_terminal(records: list[Record], tmp_path: Path) -> None:
+def test_one_table_whatever_the_width(records: list[Record], tmp_path: Path) -> None:
     """A line that the terminal itself would break moves everything that is drawn after it."""
-    running = [Record(6, TRIALS[0], epoch=2)]
-    with shown(tmp_path, width=40) as view, view.search_progress(searched(), SPACE, None):
-        view._trials.records, view._trials.running = [*records, *running], running  # type: ignore[union-attr]
-        console = Console(file=io.StringIO(), width=40, soft_wrap=True)
-        console.print(view._trials.table(), soft_wrap=False)  # type: ignore[union-attr]
-        lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-        assert len(lines) == 2
-        assert all(len(line) <= 40 for line in lines)
-        time.sleep(0.4)
-        drawn = [line for line in screen(view).split("\n") if "trial" in line]
-        assert drawn
-        assert all(len(_plain(line)) <= 40 for line in drawn)
+    running = [Record(6, TRIALS[0], epoch=2), Record(7, TRIALS[2], epoch=3)]
+    with shown(tmp_path, width=40) as view:
+        with view.search_progress(searched(), SPACE, None):
+            for turn in range(3):
+                view.trials([*records[:3], *running[: turn + 1]], running[: turn + 1], 0, 10.0 * turn)
+                view.say(f"line {turn} in between")
+                time.sleep(0.35)
+            seen = terminal(screen(view), width=40)
+            assert seen[:3] == [f"line {turn} in between" for turn in range(3)]
+            assert seen[3].startswith("trials 5 · running 2 · finished 2")
+            assert seen[4].startswith("trial   6  epoch   2/4           -  mod…")
+            assert len(seen) == 6
+        view.say("the end")
+    assert terminal(screen(view), width=40) == [*seen[:3], "the end"], "the table goes when the search ends"
 
 
-def _plain(text: str) -> str:
-    import re
-
-    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\r", "", text)
+def terminal(written: str, width: int) -> list[str]:
+    """What a terminal shows after all that was written to it."""
+    lines, row, column = [""], 0, 0
+    for part in re.findall(r"\x1b\[[0-9;?]*[a-zA-Z]|[^\x1b]", written):
+        if re.fullmatch(r"\x1b\[\d*A", part):
+            row -= int(part[2:-1] or 1)
+        elif part == "\x1b[2K":
+            lines[row] = ""
+        elif part == "\r":
+            column = 0
+        elif part == "\n" or (len(part) == 1 and column == width):
+            row, column = row + 1, 0
+            lines += [""] * (row + 1 - len(lines))
+        if len(part) == 1 and part not in "\r\n":
+            lines[row] = lines[row].ljust(column)[:column] + part + lines[row][column + 1 :]
+            column += 1
+    return [line.rstrip() for line in lines if line.strip()]
