@@ -31,9 +31,15 @@ def run(cfg: DictConfig, overrides: list[str]) -> int:
         cfg, previous = restore(cfg, overrides)
     config = from_hydra(cfg)
     check(config)
+    space = None
+    if config.search.algorithm:
+        from manta.search.prepare import prepare
+        from manta.search.space import Space
+
+        space = Space.load(previous, config) if previous else prepare(cfg, overrides)
     from manta.launch import launch
 
-    return launch(config, overrides, previous)
+    return launch(config, overrides, previous, space)
 
 
 @hydra.main(version_base="1.3", config_path=str(HERE / "conf"), config_name="config")
@@ -51,11 +57,12 @@ def job(cfg: DictConfig) -> None:
 
 def main() -> int:
     """Everything around Hydra: `.env` before it, its errors in our words after it."""
-    from manta.commandline import check_arguments, explain
+    from manta.commandline import check_arguments, explain, with_domains
     from manta.config import register
     from manta.env import load_env_file
 
     load_env_file(HERE / ".env")
+    sys.argv[1:] = with_domains(sys.argv[1:])
     check_arguments(sys.argv[1:])
     register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them

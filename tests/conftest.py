@@ -17,10 +17,13 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
 from manta.checks import check
+from manta.commandline import with_domains
 from manta.config import Config, from_hydra, register
 from manta.launch import launch
 from manta.resume import restore
 from manta.runs import RunDir, read_lines
+from manta.search.prepare import prepare
+from manta.search.space import Space
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -30,16 +33,20 @@ def make_config(*overrides: str) -> Config:
     return compose_run(*overrides)[0]
 
 
-def compose_run(*overrides: str) -> tuple[Config, RunDir | None]:
-    """The configuration, and the run that `resume=` continues with it."""
+def compose_run(*overrides: str) -> tuple[Config, RunDir | None, Space | None]:
+    """The configuration, the run that `resume=` continues with it, and the space of a search."""
     register()
     GlobalHydra.instance().clear()
+    given = with_domains(overrides)
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = compose("config", list(overrides))
-        cfg, previous = restore(cfg, list(overrides)) if cfg.resume else (cfg, None)
+        cfg = compose("config", given)
+        cfg, previous = restore(cfg, given) if cfg.resume else (cfg, None)
         config = from_hydra(cfg)
-    check(config)
-    return config, previous
+        check(config)
+        space = None
+        if config.search.algorithm:
+            space = Space.load(previous, config) if previous else prepare(cfg, given)
+    return config, previous, space
 
 
 class Lab:
@@ -57,8 +64,8 @@ class Lab:
 
     def launch(self, *overrides: str) -> int:
         """What `python train.py` does after Hydra; the exit code, or the error raised."""
-        config, previous = compose_run(f"storage.path={self.folder}", *overrides)
-        return launch(config, list(overrides), previous)
+        config, previous, space = compose_run(f"storage.path={self.folder}", *overrides)
+        return launch(config, list(overrides), previous, space)
 
     def command(self, *arguments: str, script: str = "train.py", **options: Any) -> "subprocess.CompletedProcess[str]":
         """Run a script of the project to its end as a user would."""

@@ -424,8 +424,8 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def launch_from(*arguments: str) -> int:
-    config, previous = compose_run(*arguments)
-    return launch(config, list(arguments), previous)
+    config, previous, space = compose_run(*arguments)
+    return launch(config, list(arguments), previous, space)
 
 
 def image(folder: Path) -> None:

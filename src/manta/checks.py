@@ -93,7 +93,15 @@ def check(config: Config) -> None:
     Raises:
         MantaError: with all messages of all rules.
     """
-    problems = [problem for rule in RULES for problem in rule(config)]
+    refuse([problem for rule in RULES for problem in rule(config)])
+
+
+def refuse(problems: list[str]) -> None:
+    """One error for all problems, if there are any.
+
+    Raises:
+        MantaError: with all messages.
+    """
     if len(problems) == 1:
         raise MantaError(problems[0])
     if problems:

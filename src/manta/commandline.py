@@ -54,6 +54,32 @@ def check_arguments(arguments: Sequence[str]) -> list[str]:
     return list(options.overrides)
 
 
+def quoted(text: str) -> str:
+    """Text as Hydra's grammar quotes it: backslashes count only before a quote and at the end."""
+    return "'" + re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + (found[2] and "\\'"), text) + "'"
+
+
+def with_domains(arguments: Sequence[str]) -> list[str]:
+    """Arguments with the domains of a search as Hydra can take them.
+
+    `search.space.optimizer.lr=loguniform(1e-4, 1e-1)`: to Hydra choice(...) is a sweep, other calls are unknown, and so
+    is a new key. The call becomes quoted text and the key is added by force.
+    """
+    return [_with_domain(argument) for argument in arguments]
+
+
+def _with_domain(argument: str) -> str:
+    key, equals, value = argument.partition("=")
+    name, value = key.lstrip("+"), value.strip()
+    if not equals or not (name == "search.space" or name.startswith("search.space.")):
+        return argument
+    if re.match(r"\w+\s*\(", value):
+        value = quoted(value)
+    elif not set("'\"") & set(value):
+        value = re.sub(r"\w+\([^()]*\)", lambda call: quoted(call[0]), value)
+    return f"++{name}={value}"
+
+
 def parse(overrides: Sequence[str]) -> list[Override]:
     """Parse `key=value` arguments.
 

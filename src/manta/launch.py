@@ -9,14 +9,15 @@ import time
 import traceback
 from bdb import BdbQuit
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from manta import plan, runs
-from manta.cluster import connect, is_running
+from manta.cluster import connect, has_cuda, is_running, worker_lines
 from manta.config import Config
 from manta.errors import FAILED, FINISHED, INTERRUPTED, INVALID, MantaError
 from manta.plan import REHEARSAL, Needs
@@ -26,7 +27,8 @@ from manta.view import Rows, View, number, table
 from manta.workers import Tail, on_workers
 
 if TYPE_CHECKING:
-    from manta.recipes import Outline
+    from manta.recipes import Recipe
+    from manta.search.space import Space
 
 
 class Interrupts:
@@ -72,24 +74,26 @@ class Interrupts:
         self.ask()
 
 
-def launch(config: Config, overrides: list[str], previous: RunDir | None = None) -> int:
-    """Run a configuration, or continue `previous` with it; an exit code.
+def launch(
+    config: Config, overrides: list[str], previous: RunDir | None = None, space: "Space | None" = None
+) -> int:
+    """Run a configuration, or continue `previous` with it; with a search space, search. An exit code.
 
     Raises:
         MantaError: the request is invalid or can never be satisfied (then nothing was written), or training failed.
     """
     view = View()
     if previous is not None and _nothing_left(config, previous):
-        view.say(
-            f"{previous} is finished. To train it longer: python train.py resume={shlex.quote(str(previous))} "
-            f"training.epochs={2 * (config.training.epochs or 1)}"
-        )
+        more = f"training.epochs={2 * (config.training.epochs or 1)}"
+        if space is not None:
+            more = f"search.num_samples={2 * (config.search.num_samples or 1)}"
+        view.say(f"{previous} is finished. To go on: python train.py resume={shlex.quote(str(previous))} {more}")
         return FINISHED
     with ExitStack() as stack:
         stack.callback(view.close)
         interrupts = stack.enter_context(Interrupts(view.say).installed())
         try:
-            return Launch(config, overrides, previous, view, interrupts).go()
+            return Launch(config, overrides, previous, space, view, interrupts).go()
         except KeyboardInterrupt:
             return INTERRUPTED
         except SystemExit as error:
@@ -106,6 +110,7 @@ class Launch:
     config: Config
     overrides: list[str]
     previous: RunDir | None
+    space: "Space | None"
     view: View
     interrupts: Interrupts
 
@@ -113,22 +118,62 @@ class Launch:
         config = self.config
         # Inside a Ray that is up already (a job of Hydra's ray launcher) its nodes count, not this machine.
         local = config.scaling.num_workers == 0 or (config.cluster.kind == "local" and not is_running())
-        needs = plan.resolve(config, [plan.local_node(config.cluster)]) if local else None
         recipe = build("recipe", {"_target_": config.recipe._target_}, config.allowed_targets)
         if not all(callable(getattr(recipe, name, None)) for name in ("check", "train", "evaluate", "predict")):
             raise MantaError(
                 f"recipe._target_={config.recipe._target_} is no recipe: it needs check, train, evaluate and predict "
                 "(manta.recipes.Recipe)."
             )
-        outline = recipe.check(config, look_at_data=local)
-        if needs is not None and (needs.num_workers == 0 or config.plan):
-            return self.run(needs, outline, self._in_process)
-        with self.view.capture_descriptors(), connect(config.cluster) as nodes:
-            return self.run(plan.resolve(config, nodes, own=local), outline, self._on_ray)
+        return self.search(recipe, local) if self.space is not None else self.train(recipe, local)
 
-    def run(self, needs: Needs, outline: "Outline", execute: Callable[[RunDir, Needs], str]) -> int:
+    def train(self, recipe: "Recipe", local: bool) -> int:
+        """One run."""
+        config, view = self.config, self.view
+        needs = plan.resolve(config, [plan.local_node(config.cluster)]) if local else None
+        outline = recipe.check(config, look_at_data=local)
+        progress = partial(view.progress, config, outline.total_steps)
+        if needs is not None and (needs.num_workers == 0 or config.plan):
+            rows = [*outline.rows, *_scaling_rows(config, needs)]
+            return self.run(rows, partial(self._in_process, needs), _result, progress)
+        with view.capture_descriptors(), connect(config.cluster) as nodes:
+            needs = plan.resolve(config, nodes, own=local)
+            rows = [*outline.rows, *_scaling_rows(config, needs)]
+            return self.run(rows, partial(self._on_ray, needs), _result, progress)
+
+    def search(self, recipe: "Recipe", local: bool) -> int:
+        """Many runs."""
+        from manta.config import from_hydra
+        from manta.search.results import plan_rows, result_table
+
+        config, space = self.config, self.space
+        assert space is not None
+        needs = plan.resolve_trial(config, [plan.local_node(config.cluster)]) if local else None
+        outline = recipe.check(config, look_at_data=local)
+        for base in space.bases.values():
+            recipe.check(from_hydra(base), look_at_data=local)
+
+        def rows(needs: Needs, nodes: list[plan.Node]) -> Rows:
+            at_once = min(plan.trials_at_once(needs, nodes), config.search.max_concurrent_trials or 10_000)
+            return [*outline.rows, *plan_rows(config, space, str(needs), at_once)]
+
+        def result(run: RunDir, state: str, seconds: float) -> Any:
+            return result_table(run, config, space, state, seconds)
+
+        if needs is not None and config.plan:
+            return self.run(rows(needs, [plan.local_node(config.cluster)]), lambda run: "", result, nullcontext)
+        with self.view.capture_descriptors(), connect(config.cluster) as nodes:
+            needs = plan.resolve_trial(config, nodes, own=local)
+            return self.run(rows(needs, nodes), partial(self._search, needs, nodes), result, nullcontext)
+
+    def run(
+        self,
+        rows: Rows,
+        execute: Callable[[RunDir], str],
+        result: Callable[[RunDir, str, float], Any],
+        progress: Callable[[], AbstractContextManager[Any]],
+    ) -> int:
         """Show the plan, make the run directory, execute, and record how it ended."""
-        view, rows = self.view, [*outline.rows, *_scaling_rows(self.config, needs)]
+        view = self.view
         if self.config.plan:
             view.say(table("Plan", rows))
             return FINISHED
@@ -137,13 +182,15 @@ class Launch:
         began = time.monotonic()
         try:
             run.begin(self.config, self.overrides)
+            if self.space is not None and self.previous is None:
+                self.space.save(run)
             if self.previous is None:
                 runs.point_latest(Path(self.config.storage.path), run.path)
             view.open_log(run.log)
             title = "Plan" if self.previous is None else f"Plan (continuing {run})"
             view.say(table(title, [*rows, ("results", str(run))]))
-            with view.progress(self.config, outline.total_steps):
-                state = execute(run, needs)
+            with progress():
+                state = execute(run)
         except (KeyboardInterrupt, BdbQuit):
             state = runs.INTERRUPTED
         except (Exception, SystemExit) as error:
@@ -161,10 +208,10 @@ class Launch:
         code = FINISHED if state == runs.FINISHED else INTERRUPTED
         run.update_status(state=state, finished=runs.now(), exit_code=code)
         _set_summary_state(run, state)
-        view.say(_result(run, state, time.monotonic() - began))
+        view.say(result(run, state, time.monotonic() - began))
         return code
 
-    def _in_process(self, run: RunDir, needs: Needs) -> str:
+    def _in_process(self, needs: Needs, run: RunDir) -> str:
         from manta import session
 
         with self.view.capture_prints():
@@ -174,7 +221,7 @@ class Launch:
                 self.view.say(REHEARSAL)
             return session.train(mine, self.config)
 
-    def _on_ray(self, run: RunDir, needs: Needs) -> str:
+    def _on_ray(self, needs: Needs, run: RunDir) -> str:
         self.interrupts.listen()
         self.interrupts.ask = lambda: _ask_to_stop(run)
         tail = Tail(run)
@@ -187,6 +234,20 @@ class Launch:
             return str(on_workers(self.config, run, needs, self.view, _train, {}, draw))
         finally:
             shutil.rmtree(run.path / ".ray", ignore_errors=True)
+
+
+    def _search(self, needs: Needs, nodes: list[plan.Node], run: RunDir) -> str:
+        from manta.search.tuner import Search
+
+        assert self.space is not None
+        self.interrupts.listen()
+        with worker_lines(self.view.note, self.view.note):
+            use_gpu = needs.use_gpu and has_cuda(self.config.cluster)
+            if needs.use_gpu and not use_gpu:
+                self.view.say(REHEARSAL)
+            search = Search(self.config, self.space, run, needs, use_gpu, nodes, self.view)
+            self.interrupts.ask = search.ask_to_stop
+            return search.go()
 
 
 def _train(mine: Any, config: Config) -> str:
@@ -219,8 +280,11 @@ def _nothing_left(config: Config, run: RunDir) -> bool:
 
     if run.read("status.json").get("state") != runs.FINISHED:
         return False
-    before = load(run).training
-    now = config.training
+    saved, now = load(run), config.training
+    if config.search.algorithm:
+        failed = run.read("summary.json").get("trials", {}).get("failed", 0)
+        return not failed and saved.search.num_samples == config.search.num_samples
+    before = saved.training
     return (before.epochs, before.max_steps, before.early_stopping.patience) == (
         now.epochs,
         now.max_steps,

@@ -114,6 +114,42 @@ def resolve(config: Config, nodes: list[Node], own: bool = True) -> Needs:
     return needs
 
 
+def resolve_trial(config: Config, nodes: list[Node], own: bool = True) -> Needs:
+    """What one trial of a search needs: as `resolve`, but `auto` is one worker, and CPUs nobody asked for stay shared.
+
+    `scaling=multi_gpu` still gives a trial all GPUs; with a GPU a worker gets the CPUs that belong to it, also less than one.
+
+    Raises:
+        MantaError: no trial can ever be placed.
+    """
+    scaling = config.scaling
+    if scaling.num_workers == "auto" and not scaling.use_gpu:
+        scaling = dataclasses.replace(scaling, num_workers=1)
+    given = dict(scaling.resources_per_worker)
+    needs = resolve(dataclasses.replace(config, scaling=scaling), nodes, own)
+    if given.get("CPU") is None:
+        cpus = 1.0
+        if needs.use_gpu:
+            cpus = min(node.get("CPU", 0) * needs.per_worker["GPU"] / node["GPU"] for node in nodes if node.get("GPU"))
+        cpus = float(int(cpus)) if cpus >= 1 else max(math.floor(cpus * 100) / 100, 0.01)
+        needs = dataclasses.replace(needs, per_worker={**needs.per_worker, "CPU": cpus})
+    return needs
+
+
+def trials_at_once(needs: Needs, nodes: list[Node]) -> int:
+    """How many trials these nodes hold, when idle."""
+    free, count = [dict(node) for node in nodes], 0
+    while count < 10_000 and room(needs.per_worker, free, needs.placement_strategy) >= needs.num_workers:
+        by_room = sorted(free, key=lambda node: _fit(needs.per_worker, node), reverse=True)
+        for worker in range(needs.num_workers):
+            spread = needs.placement_strategy == "STRICT_SPREAD"
+            node = by_room[worker] if spread else next(n for n in by_room if _fit(needs.per_worker, n))
+            for key, amount in needs.per_worker.items():
+                node[key] = node.get(key, 0) - amount
+        count += 1
+    return count
+
+
 def _no_gpu(scaling: Scaling, asked: float | None, own: bool) -> str:
     """GPUs are asked for and there are none: by which setting, and what to do."""
     if scaling.use_gpu:

@@ -279,12 +279,12 @@ def find_checkpoint(folder: Path, name: str) -> Path | None:
     return None
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a metrics.jsonl (a writer killed in mid-line leaves half a one, which is skipped)."""
+def read_lines(path: Path, size: int | None = None) -> list[dict[str, Any]]:
+    """The complete lines of the first `size` bytes (all, if None) of a .jsonl; a writer killed in mid-line leaves half a one."""
     if not path.is_file():
         return []
-    with open(path) as file:
-        return [json.loads(line) for line in file if line.endswith("\n")]
+    with open(path, "rb") as file:
+        return [json.loads(line) for line in file.read(size).splitlines(keepends=True) if line.endswith(b"\n")]
 
 
 class MetricsFile:

@@ -16,12 +16,17 @@ WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "
 
 def expected(schema: type, key: str) -> str | None:
     """What may be assigned to a setting, in words, with its help text; None if the schema does not say."""
-    owner, name = _owner(schema, key)
-    hint = typing.get_type_hints(owner).get(name) if owner else None
+    hint = hint_of(schema, key)
     if hint is None or hint is Any:
         return None
     text = help_text(schema, key)
-    return _in_words(hint) + (f" ({text.rstrip('.')})" if text else "")
+    return in_words(hint) + (f" ({text.rstrip('.')})" if text else "")
+
+
+def hint_of(schema: type, key: str) -> Any:
+    """The annotation of a dotted setting; None if the schema does not say."""
+    owner, name = _owner(schema, key)
+    return typing.get_type_hints(owner).get(name) if owner else None
 
 
 def help_text(schema: type, key: str) -> str | None:
@@ -88,10 +93,10 @@ def _is_open(node: Any) -> bool:
     return isinstance(node, DictConfig) and not (node._is_none() or node._is_missing() or node._is_interpolation())
 
 
-def _in_words(hint: Any) -> str:
+def in_words(hint: Any) -> str:
     """A field's type for people."""
     if isinstance(hint, types.UnionType):
-        return " or ".join(_in_words(member) for member in typing.get_args(hint))
+        return " or ".join(in_words(member) for member in typing.get_args(hint))
     if is_dataclass(hint):
         return f"a group of settings, {', '.join(member.name for member in fields(hint)[:3])} and so on"
     if typing.get_origin(hint) is list:

@@ -1,6 +1,6 @@
 """What a recipe sees of the world: its rank, its device, and where to report. The only way to ray for a recipe.
 
-Three makers: `plain` (this process), `ray_worker` (a Ray Train worker); a Tune trial's comes with searches.
+Three makers: `plain` (this process), `ray_worker` (a Ray Train worker), `tune_trial` (a Tune trial's own process).
 """
 
 import os
@@ -37,6 +37,12 @@ class Session:
     """Whether this rank has been asked to checkpoint and stop."""
     on_report: Callable[[dict[str, Any]], None] | None = None
     """Called on rank 0 with every line reported."""
+    watched: bool = False
+    """A trial of a search, the same on every rank: `decide` is asked after every validation; no look at the test split."""
+    decide: Callable[[dict[str, Any]], bool] = lambda _: False
+    """On rank 0 of a watched run: given {"epoch", "step", "metrics"} of a validation, whether to end here."""
+    labels: dict[str, Any] = field(default_factory=dict)
+    """Written into every checkpoint's meta.json."""
     _metrics: MetricsFile | None = None
     _control: Any = field(default=None, repr=False)
 
@@ -64,6 +70,11 @@ class Session:
         self._metrics.append(line)
         if self.on_report is not None:
             self.on_report(line)
+
+    def milestone(self, values: dict[str, Any]) -> bool:
+        """After a validation of a watched run: whether to end here, the same on every rank."""
+        stop = self.decide(values) if self.main else False
+        return self.sum(torch.tensor(float(stop))).item() > 0
 
     # --- the other ranks -----------------------------------------------------------------------------------------
 
@@ -132,6 +143,12 @@ def plain(
     """A session in this very process."""
     cuda = torch.cuda.is_available() and use_gpu is not False
     return Session(run, torch.device("cuda", 0) if cuda else torch.device("cpu"), stop=stop, on_report=on_report)
+
+
+def tune_trial(run: RunDir, use_gpu: bool, cpus: float, stop: Callable[[], bool]) -> Session:
+    """The session of a trial of one worker, in the trial's own process."""
+    torch.set_num_threads(max(1, int(cpus)))
+    return plain(run, use_gpu, stop)
 
 
 def ray_worker(run: RunDir, use_gpu: bool) -> Session:

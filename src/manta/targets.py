@@ -64,16 +64,18 @@ def locate(key: str, target: str, allowed: Sequence[str]) -> Callable[..., Any]:
     raise MantaError(f"{key}._target_={target} does not exist: no module {parts[0]!r}.")
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def fits(value: Any, hint: Any) -> bool:
     """Whether a config value may be passed where `hint` is annotated; unknown annotations accept anything."""
+    if hint is Any:  # a class since Python 3.11
+        return True
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return any(_fits(value, arg) for arg in args)
+        return any(fits(value, arg) for arg in args)
     if origin is typing.Literal:
         return value in args
     if origin in (list, tuple, Sequence):
         inner = args[0] if args else Any
-        return isinstance(value, (list, tuple)) and all(_fits(item, inner) for item in value)
+        return isinstance(value, (list, tuple)) and all(fits(item, inner) for item in value)
     if hint is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     if hint is int:
@@ -117,7 +119,7 @@ def bind(key: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Ma
     except Exception:  # annotations that cannot be evaluated say nothing
         return
     for name, value in kwargs.items():
-        if name in hints and not _fits(value, hints[name]):
+        if name in hints and not fits(value, hints[name]):
             wanted = getattr(hints[name], "__name__", None) if isinstance(hints[name], type) else str(hints[name])
             raise MantaError(f"{key}.{name}={value!r} has the wrong type: {function.__qualname__} takes {wanted}.")
 

@@ -133,8 +133,8 @@ class Trials:
 class View:
     """The terminal of one command."""
 
-    def __init__(self) -> None:
-        self.terminal = Terminal(file=sys.stdout, highlight=False, soft_wrap=True)
+    def __init__(self, silent: bool = False) -> None:
+        self.terminal = Terminal(file=sys.stdout, highlight=False, soft_wrap=True, quiet=silent)
         self.log: Console | None = None
         self._log_file: IO[str] | None = None
         self._aside: IO[str] | None = None

@@ -41,6 +41,8 @@ class Progress:
     """Validations since then."""
     validated: int = -1
     """Step of the last validation."""
+    validation: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Itself: {"epoch", "step", "metrics"}."""
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     """What was last reported."""
 
@@ -122,14 +124,15 @@ class Loop:
     # --- running -------------------------------------------------------------------------------------------------
 
     def run(self) -> dict[str, Any]:
-        """Train until finished or asked to stop; {"state": "finished" | "interrupted"}."""
+        """Train until finished or asked to stop; {"state": "finished" | "interrupted" | "stopped" (by a search)}."""
         try:
             with self._profiler() as profiler:
                 state = self._epochs(profiler)
             if self.writer is not None:
                 self.writer.wait()
             self.session.barrier()
-            test = self._test() if state == "finished" and self.config.training.test else {}
+            look = state == "finished" and self.config.training.test and not self.session.watched
+            test = self._test() if look else {}
             if self.session.main:
                 self.session.run.write("summary.json", self._summary(state, test))
             return {"state": state}
@@ -143,7 +146,8 @@ class Loop:
             if not self._epoch(profiler):
                 self._save()
                 return "interrupted"
-            self._end_epoch()
+            if self._end_epoch():
+                return "stopped"
         return "finished"
 
     def _done(self) -> bool:
@@ -216,7 +220,8 @@ class Loop:
 
     # --- the end of an epoch -------------------------------------------------------------------------------------
 
-    def _end_epoch(self) -> None:
+    def _end_epoch(self) -> bool:
+        """Validate and write a checkpoint where they are due; True if the search ends this run here."""
         progress, settings = self.progress, self.config.training
         samples, _ = epoch_length(self.config, self.train_size)
         ended = progress.offset >= samples
@@ -228,9 +233,14 @@ class Loop:
             progress.epoch, progress.offset = epoch, 0
             self.learner.schedule("epoch")
             self.losses[1] = 0.0
-        every = settings.checkpoint.every_n_epochs
-        if improved or last or self.save_due or self._done() or (every and epoch % every == 0):
+        every, watched = settings.checkpoint.every_n_epochs, self.session.watched and progress.validated == progress.step
+        if improved or last or watched or self.save_due or self._done() or (every and epoch % every == 0):
             self._save(improved)
+        if not watched or self._done():
+            return False
+        if self.writer is not None:
+            self.writer.wait()  # a trial may be paused, or copied by another, from here
+        return self.session.milestone(progress.validation)
 
     def _validate(self, epoch: int) -> bool:
         """Evaluate on the validation split; True if it is the best so far."""
@@ -250,6 +260,7 @@ class Loop:
         if improved:
             progress.best = {"value": value, "step": progress.step, "epoch": epoch, "metrics": found}
         progress.validated = progress.step
+        progress.validation = {"epoch": epoch, "step": progress.step, "metrics": found}
         self.learner.schedule("validation", value)
         return improved
 
@@ -285,7 +296,9 @@ class Loop:
                 "step": progress.step,
                 "epoch": progress.epoch,
                 "metrics": progress.metrics,
+                "validation": progress.validation,
                 "world_size": session.world_size,
+                **session.labels,
             }
             self.writer.save(
                 state, meta, best, partial(session.run.write, "summary.json", self._summary("running", {}))
@@ -333,7 +346,7 @@ class Loop:
             and {
                 "epoch": best["epoch"],
                 "step": best["step"],
-                "checkpoint": f"checkpoints/step-{best['step']:08d}",
+                "checkpoint": best.get("checkpoint", f"checkpoints/step-{best['step']:08d}"),
                 "metrics": best["metrics"],
             },
             "test": test,

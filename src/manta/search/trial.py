@@ -1,0 +1,260 @@
+"""A trial inside its own process: an ordinary run that waits after every validation for what the search decides.
+
+One worker trains in this very process; several are a TorchTrainer that this process drives.
+"""
+
+import dataclasses
+import math
+import os
+import shutil
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import ray
+from omegaconf import OmegaConf
+from ray.tune import Trainable
+
+from manta import runs
+from manta.config import Config
+from manta.errors import FAILED, MantaError
+from manta.plan import Needs
+from manta.resume import load
+from manta.runs import RunDir, read_lines
+from manta.search.exploit import adopt
+from manta.search.record import STOPPED
+from manta.session import Session
+from manta.view import View
+
+Decide = Callable[[dict[str, Any]], bool]
+STOP_S = 120
+"""How long a training may take to end after it was told to."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all trials of a search have in common."""
+
+    needs: Needs
+    use_gpu: bool
+    """Whether there really is a GPU for each worker."""
+    stop_file: Path
+    """Its existence asks every trial to checkpoint and stop."""
+    folder: str
+    """Where the command was typed."""
+    watched: bool = True
+    """Whether the search decides after every validation (not when the best is trained again)."""
+
+
+class Training:
+    """A training in a thread of its own. After every validation it waits until it is told to go on, or to end."""
+
+    def __init__(self, train: Callable[[Decide], str]) -> None:
+        self._said: SimpleQueue[dict[str, Any] | BaseException] = SimpleQueue()
+        self._told: SimpleQueue[bool] = SimpleQueue()
+        self._waiting = False
+        self._thread = threading.Thread(target=self._run, args=(train,), daemon=True)
+        self._thread.start()
+
+    def next(self) -> dict[str, Any]:
+        """The next validation, or {"state": ...} at the end; raises what the training raised."""
+        self._go_on()
+        said = self._said.get()
+        if isinstance(said, BaseException):
+            raise said
+        self._waiting = "state" not in said
+        return said
+
+    def end(self) -> bool:
+        """Have it end where it waits; whether it did."""
+        if self._waiting:
+            self._told.put(True)
+            self._waiting = False
+        self._thread.join(STOP_S)
+        return not self._thread.is_alive()
+
+    def _go_on(self) -> None:
+        if self._waiting:
+            self._told.put(False)
+
+    def _decide(self, values: dict[str, Any]) -> bool:
+        self._said.put(values)
+        return self._told.get()
+
+    def _run(self, train: Callable[[Decide], str]) -> None:
+        try:
+            self._said.put({"state": train(self._decide)})
+        except BaseException as error:  # also sys.exit() in the researcher's code
+            self._said.put(error)
+
+
+class Trial(Trainable):
+    """A trial as Tune sees it; its `config` holds `run`, the run directory made for it, and the values sampled."""
+
+    def setup(self, config: dict[str, Any], job: Job) -> None:  # type: ignore[override]
+        self.job = job
+        self.training: Training | None = None
+        if os.path.isdir(job.folder):
+            os.chdir(job.folder)
+        self.reset_config(config)
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        if not self._end():
+            return False
+        self.run = RunDir(Path(new_config["run"]))
+        self.last: dict[str, Any] = {}
+        return True
+
+    def step(self) -> dict[str, Any]:
+        """Train to the next validation, or to the end."""
+        began = time.perf_counter()
+        if self.training is None:
+            self.training = self._start()
+        said = self.training.next()
+        if "state" in said:
+            said = self._outcome(said["state"])
+        self.last = {**self.last, **said, "seconds": time.perf_counter() - began}
+        return self.last
+
+    def save_checkpoint(self, checkpoint_dir: str) -> dict[str, Any]:
+        """The run directory has it all; Tune wants something to hold on to."""
+        return {"epoch": self.last.get("epoch", 0)}
+
+    def load_checkpoint(self, checkpoint: dict[str, Any] | None) -> None:
+        """The run directory tells where to go on."""
+
+    def cleanup(self) -> None:
+        self._end()
+
+    def _end(self) -> bool:
+        training, self.training = self.training, None
+        return training is None or training.end()
+
+    def _outcome(self, state: str) -> dict[str, Any]:
+        """The end of a training as Tune is told; the last validation is part of it."""
+        if state == runs.INTERRUPTED:
+            return {"state": state, "done": True}
+        last = self.run.read("checkpoints/last/meta.json")["validation"]
+        return {"state": state, "done": True, **last, **last["metrics"]}
+
+    def _start(self) -> Training:
+        run, job = self.run, self.job
+        if job.stop_file.exists():
+            return Training(lambda _: runs.INTERRUPTED)
+        config = OmegaConf.to_object(load(run))
+        assert isinstance(config, Config)
+        status = run.read("status.json")
+        run.write(
+            "status.json",
+            {**status, "state": runs.RUNNING, "pid": os.getpid(), "attempts": status.get("attempts", 0) + 1},
+        )
+        heard, train = self.config["heard"], _in_this_process if job.needs.num_workers <= 1 else _on_workers
+        return Training(lambda decide: _logged(run, lambda: _train(run, config, job, heard, decide, train)))
+
+
+def _train(run: RunDir, config: Config, job: Job, heard: int, decide: Decide, train: Callable[..., str]) -> str:
+    """Adopt what an exploit left here, tell the search what it has not heard, and train."""
+    metric = config.objective.metric
+
+    def watched(validation: dict[str, Any]) -> bool:
+        metrics = validation["metrics"]
+        if not math.isfinite(metrics[metric]):
+            raise MantaError(f"{metric} is {metrics[metric]} after epoch {validation['epoch']}.", code=FAILED)
+        return decide({**validation, metric: metrics[metric]})
+
+    with runs.writing(run):
+        adopt(run)
+    if job.watched and any(watched(validation) for validation in _unheard(run, metric, heard)):
+        return STOPPED
+    return train(run, config, job, watched)
+
+
+def _unheard(run: RunDir, metric: str, heard: int) -> Iterator[dict[str, Any]]:
+    """Validations after epoch `heard` that are part of the last checkpoint: the search died before it wrote them down."""
+    meta = run.read("checkpoints/last/meta.json")
+    lines: list[dict[str, Any]] = []
+    for line in read_lines(run.metrics, meta.get("metrics_bytes", 0)):
+        lines = [] if "exploit" in line else [*lines, line]
+    for line in lines:
+        if line["epoch"] > heard and line.get(metric) is not None:
+            metrics = {key: value for key, value in line.items() if "/" in key}
+            yield {"epoch": line["epoch"], "step": line["step"], "metrics": metrics}
+
+
+def _logged(run: RunDir, train: Callable[[], str]) -> str:
+    """What the training prints, and the traceback of what it raises, go to the trial's train.log."""
+    with open(run.log, "a", buffering=1) as log, redirect_stdout(log), redirect_stderr(log):
+        try:
+            return train()
+        except BaseException:
+            traceback.print_exc()
+            raise
+
+
+def _in_this_process(run: RunDir, config: Config, job: Job, decide: Decide) -> str:
+    from manta import session
+
+    mine = session.tune_trial(run, job.use_gpu, job.needs.per_worker.get("CPU", 1), job.stop_file.exists)
+    mine.watched, mine.decide = job.watched, decide
+    return session.train(mine, config)
+
+
+# --- several workers -------------------------------------------------------------------------------------------------
+
+
+class Mailbox:
+    """Between rank 0, which asks after every validation, and the trial's process, which answers. An asyncio actor."""
+
+    def __init__(self) -> None:
+        import asyncio
+
+        self._asked: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._answers: asyncio.Queue[bool] = asyncio.Queue()
+
+    async def ask(self, values: dict[str, Any]) -> bool:
+        await self._asked.put(values)
+        return await self._answers.get()
+
+    async def asked(self) -> dict[str, Any]:
+        return await self._asked.get()
+
+    async def answer(self, stop: bool) -> None:
+        await self._answers.put(stop)
+
+
+def _on_workers(run: RunDir, config: Config, job: Job, decide: Decide) -> str:
+    from manta.workers import on_workers
+
+    mailbox = ray.remote(num_cpus=0)(Mailbox).remote()
+    question = mailbox.asked.remote()
+
+    def answer() -> None:
+        nonlocal question
+        ready, _ = ray.wait([question], timeout=0)
+        if ready:
+            mailbox.answer.remote(decide(ray.get(question)))
+            question = mailbox.asked.remote()
+
+    view = View(silent=True)
+    arguments = {"mailbox": mailbox, "stop_file": job.stop_file, "watched": job.watched}
+    try:
+        return str(on_workers(config, run, job.needs, view, _on_worker, arguments, answer))
+    finally:
+        ray.kill(mailbox)
+        shutil.rmtree(run.path / ".ray", ignore_errors=True)
+
+
+def _on_worker(mine: Session, config: Config, mailbox: Any, stop_file: Path, watched: bool) -> str:
+    from manta import session
+
+    mine = dataclasses.replace(mine, watched=watched)
+    if mine.main:
+        mine.stop = stop_file.exists
+        mine.decide = lambda values: bool(ray.get(mailbox.ask.remote(values)))
+    return session.train(mine, config)

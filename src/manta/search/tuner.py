@@ -1,0 +1,364 @@
+"""A search on Ray Tune: starting it, following it, ending it; then the best configuration once more, with fresh seeds."""
+
+import dataclasses
+import os
+import random
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from ray import tune
+from ray.tune.execution.placement_groups import PlacementGroupFactory
+from ray.tune.experiment import Trial as TuneTrial
+
+from manta import runs
+from manta.cluster import TELL_S
+from manta.config import Config
+from manta.errors import FAILED, MantaError
+from manta.plan import Needs, Node, trials_at_once
+from manta.runs import RunDir
+from manta.search import results
+from manta.search.algorithms import make_algorithm
+from manta.search.exploit import placed
+from manta.search.record import STOPPED, Record, trial_dir
+from manta.search.schedulers import PAUSING, make_scheduler
+from manta.search.space import Space
+from manta.search.study import EVENTS, Study
+from manta.search.trial import Job, Trial
+from manta.search.trials import Trials, number_of, why
+from manta.view import View
+
+HEAD = "node:__internal_head__"  # every Ray's head node has 1 of it
+CSV_S = 10
+# Ours, of Tune's: no files of its own loggers, no signal handler, no snapshot while it runs (the study has it all).
+_ENVIRONMENT = {
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",
+    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
+    "TUNE_GLOBAL_CHECKPOINT_S": "1000000",
+    "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
+    "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",
+}
+
+
+@dataclass
+class Search:
+    """One launch of a search."""
+
+    config: Config
+    space: Space
+    run: RunDir
+    needs: Needs
+    use_gpu: bool
+    nodes: list[Node]
+    view: View
+    interrupted: bool = False
+    study: Study = field(init=False)
+    trials: Trials = field(init=False)
+
+    def __post_init__(self) -> None:
+        os.environ.update({name: value for name, value in _ENVIRONMENT.items() if name not in os.environ})
+        self.study = Study(self.run.path / EVENTS, self.config.objective)
+        search = self.config.search
+        random.seed(search.seed)  # Tune's schedulers use the global generators
+        np.random.seed(search.seed)
+        most = search.max_concurrent_trials
+        self.at_once = min(trials_at_once(self.needs, self.nodes), most or 10_000)
+        algorithm = make_algorithm(self.config, self.space, self.view.say)
+        self.scheduler = make_scheduler(self.config, self.space, self.run, self._renew)
+        self.scheduler.watch(self.study, algorithm, lambda: self.trials.stopping)
+        limited = self.needs.num_workers > 1 or most is not None
+        pausing = search.scheduler.get("name") in PAUSING
+        self.slotted = limited and pausing and (search.num_samples or self.at_once + 1) > self.at_once
+        limit = self.at_once if limited and not self.slotted else None
+        self.trials = Trials(self.study, algorithm, self.scheduler, self._prepare, search.num_samples, limit)
+        self._settled: set[tuple[int, str]] = set()
+        self._began = self._written = self._active = time.monotonic()
+
+    # --- running ---------------------------------------------------------------------------------------------------
+
+    def go(self) -> str:
+        """All trials, then the best once more; "finished" or "interrupted".
+
+        Raises:
+            MantaError: every trial failed.
+        """
+        self.stop_file.unlink(missing_ok=True)
+        self._finish_exploits()
+        self._ended_before = self._ended()
+        known = list(self.study.records)
+        with self.view.search_progress(self.config, self.space, self._total(), known):
+            self.until_done(self._tuner().fit, self._follow)
+        records, best = self.study.records, self.study.best()
+        results.write_csv(self.run, self.config, self.space, records)
+        if best is not None:
+            results.publish_best(self.run, self.space, best)
+        refit = Refit(self)
+        if best is not None and not self.interrupted:
+            refit.go(best)
+        self.study.close()
+        shutil.rmtree(self.run.path / ".tune", ignore_errors=True)
+        state = runs.INTERRUPTED if self.interrupted else runs.FINISHED
+        self._conclude(refit, state if best is not None else runs.FAILED)
+        if best is None and not self.interrupted:
+            raise MantaError(results.all_failed(records), code=FAILED)
+        return state
+
+    def _conclude(self, refit: "Refit", state: str) -> None:
+        """What was found, in summary.json and search.md."""
+        records = self.study.records
+        importances = results.importance(self.space, records, self.config.objective)
+        found = results.refit_summary(self.run, refit.finished) if refit.finished else {}
+        summary = results.summary(self.run, self.config, self.space, records, found, importances, state)
+        if refit.test:
+            summary["test"] = refit.test
+        self.run.write("summary.json", summary)
+        results.write_report(self.run, self.config, self.space, records, summary)
+
+    def ask_to_stop(self) -> None:
+        self.interrupted = True
+        self._stop()
+
+    def _stop(self) -> None:
+        self.trials.stopping = True
+        self.stop_file.touch()
+
+    @property
+    def stop_file(self) -> Path:
+        return self.run.stop_file
+
+    def until_done(self, fit: Callable[[], Any], follow: Callable[[], None]) -> Any:
+        """Run Tune in a thread, so that this one can hear signals and draw."""
+        outcome: dict[str, Any] = {}
+
+        def target() -> None:
+            try:
+                outcome["value"] = fit()
+            except BaseException as error:
+                outcome["error"] = error
+
+        thread = threading.Thread(target=target, name="tune", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(0.2)
+            follow()
+        if "error" in outcome:
+            raise outcome["error"]
+        return outcome["value"]
+
+    def _follow(self) -> None:
+        """Several times a second while trials run."""
+        now, (running, waiting) = time.monotonic(), self._alive()
+        self._settle()
+        self.view.trials(self.study.records, running, waiting, self._eta(now - self._began))
+        budget = self.config.search.time_budget_s
+        if budget is not None and now - self._began > budget and not self.trials.stopping:
+            self.view.say(f"search.time_budget_s={budget:g} is spent: stopping.")
+            self._stop()
+        if now - self._written > CSV_S:
+            results.write_csv(self.run, self.config, self.space, list(self.study.records))
+            self._written = now
+        self._active = now if running or not waiting else self._active
+        if now - self._active > TELL_S:
+            self.view.say(f"Waiting for {self.needs}: {waiting} trial{'s' * (waiting > 1)} cannot start yet.")
+            self._active = now
+
+    def _ended(self) -> int:
+        return sum(record.state != runs.RUNNING for record in self.study.records)
+
+    def _alive(self) -> tuple[list[Record], int]:
+        """Running trials, and how many wait."""
+        trials = list(self.trials.given)
+        running = [t for t in trials if t.status == TuneTrial.RUNNING]
+        waiting = sum(t.status in (TuneTrial.PENDING, TuneTrial.PAUSED) for t in trials)
+        return [self.study.records[number_of(t)] for t in running], waiting
+
+    def _eta(self, elapsed: float) -> float | None:
+        """Seconds to the end at the pace of this launch."""
+        total, ended = self._total(), self._ended()
+        pace = elapsed / max(ended - self._ended_before, 1)
+        return pace * (total - ended) if total is not None and ended > self._ended_before else None
+
+    def _total(self) -> int | None:
+        search = self.config.search
+        return len(self.space.grid()) if search.algorithm["name"] == "grid" else search.num_samples
+
+    # --- what Tune is given ------------------------------------------------------------------------------------------
+
+    def _tuner(self) -> tune.Tuner:
+        search, objective = self.config.search, self.config.objective
+        job = Job(self.needs, self.use_gpu, self.stop_file, os.getcwd())
+        return tune.Tuner(
+            self.trainable(job, slots=self.at_once if self.slotted else None),
+            tune_config=tune.TuneConfig(
+                metric=objective.metric,
+                mode=objective.mode,
+                search_alg=self.trials,
+                scheduler=self.scheduler,
+                reuse_actors=True,
+            ),
+            run_config=tune.RunConfig(
+                name="tune",
+                storage_path=str(self.run.path / ".tune"),
+                failure_config=tune.FailureConfig(max_failures=search.max_failures),
+                verbose=0,
+            ),
+        )
+
+    def trainable(self, job: Job, slots: int | None = None) -> Any:
+        """Trials with their resources; `slots` limits how many run at once where Tune looks at resources alone."""
+        if self.needs.num_workers > 1:
+            bundle = {"CPU": 0.0, HEAD: 0.001}  # the workers' resources are a placement group of their own
+        else:
+            bundle = dict(self.needs.per_worker)
+        if slots is not None:
+            bundle[HEAD] = int(10_000 / slots) / 10_000
+        return tune.with_resources(tune.with_parameters(Trial, job=job), PlacementGroupFactory([bundle]))
+
+    def _prepare(self, record: Record) -> dict[str, Any]:
+        """Make the trial's run directory fit its values."""
+        trial = trial_dir(self.run, record.number)
+        new = not (trial.path / "status.json").is_file()
+        trial.path.mkdir(parents=True, exist_ok=True)
+        if new:
+            trial.write("status.json", {**self.run.read("status.json"), "attempts": 0})
+            shutil.copy2(self.run.path / "provenance.json", trial.path)
+        (trial.path / "overrides.txt").write_text(results.trial_command(self.run, self.space, record.values) + "\n")
+        trial.save_config(self.trial_config(record.values))
+        return {"run": str(trial.path)}
+
+    def trial_config(self, values: dict[str, Any], **changes: Any) -> Config:
+        config = self.space.config(values)
+        scaling = dataclasses.replace(
+            self.config.scaling, num_workers=self.needs.num_workers, use_gpu=self.needs.use_gpu
+        )
+        return dataclasses.replace(config, scaling=scaling, cluster=self.config.cluster, **changes)
+
+    def _renew(self, trial: TuneTrial) -> None:
+        record = self.study.records[number_of(trial)]
+        self._prepare(record)
+        trial.config["heard"] = record.epoch
+
+    def _finish_exploits(self) -> None:
+        """Exploits that were on disk, but not in the study yet, as the search died."""
+        for record in self.study.records:
+            exploit = placed(trial_dir(self.run, record.number))
+            if exploit is not None and exploit["index"] > len(record.exploits) and record.state == runs.RUNNING:
+                self.study.exploited(record.number, exploit["donor"], exploit["epoch"], exploit["values"])
+
+    # --- what becomes of them ----------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Trials that have ended say so in their own directories."""
+        for record in list(self.study.records):
+            if record.state == runs.RUNNING or (record.number, record.state) in self._settled:
+                continue
+            self._settled.add((record.number, record.state))
+            trial = trial_dir(self.run, record.number)
+            if not trial.path.is_dir() or trial.read("status.json").get("state") == record.state:
+                continue
+            code = FAILED if record.state == runs.FAILED else 0
+            trial.update_status(state=record.state, finished=runs.now(), error=record.error, exit_code=code)
+            summary = trial.read("summary.json")
+            if summary and record.state == STOPPED:
+                trial.write("summary.json", {**summary, "state": STOPPED})
+
+
+class Refit:
+    """The best values trained again with fresh seeds, each evaluated once on the test split.
+
+    What population based training finds is a schedule of values, which no single configuration repeats: there, and without
+    `search.refit`, the best checkpoint itself is evaluated.
+    """
+
+    def __init__(self, search: Search) -> None:
+        self.search = search
+        self.finished: list[RunDir] = []
+        self.test: dict[str, float] = {}
+
+    def go(self, best: Record) -> None:
+        config = self.search.config
+        if config.search.refit and not best.exploits:
+            self._train(best)
+        elif config.training.test:
+            self.test = self._evaluate()
+
+    def _train(self, best: Record) -> None:
+        search = self.search
+        folder = search.run.path / "refit" / f"{best.number:05d}"
+        seeds = [search.config.seed + 1 + index for index in range(search.config.search.refit_seeds)]
+        wanted = {seed: RunDir(folder / f"seed-{seed}") for seed in seeds}
+        left = {seed: run for seed, run in wanted.items() if run.read("status.json").get("state") != runs.FINISHED}
+        if left:
+            shown = ", ".join(map(str, left))
+            search.view.say(f"Training the best of them (trial {best.number}) again with seed {shown} ...")
+        for seed, run in left.items():
+            self._prepare(run, seed, best)
+        if left:
+            grid = search.until_done(self._tuner(list(left.values())).fit, lambda: None)
+            for run, result in zip(left.values(), grid, strict=True):
+                self._settle(run, result.error)
+        self.finished = [run for run in wanted.values() if run.read("status.json").get("state") == runs.FINISHED]
+
+    def _prepare(self, run: RunDir, seed: int, best: Record) -> None:
+        search = self.search
+        run.path.mkdir(parents=True, exist_ok=True)
+        run.save_config(search.trial_config(best.best["values"] if best.best else best.values, seed=seed))
+        if not (run.path / "status.json").is_file():
+            run.write("status.json", {**search.run.read("status.json"), "attempts": 0})
+            shutil.copy2(search.run.path / "provenance.json", run.path)
+        command = results.trial_command(search.run, search.space, best.values)
+        (run.path / "overrides.txt").write_text(f"{command} seed={seed}\n")
+
+    def _tuner(self, wanted: list[RunDir]) -> tune.Tuner:
+        search = self.search
+        job = Job(search.needs, search.use_gpu, search.stop_file, os.getcwd(), watched=False)
+        return tune.Tuner(
+            search.trainable(job),
+            param_space={"run": tune.grid_search([str(run.path) for run in wanted]), "heard": 0},
+            tune_config=tune.TuneConfig(reuse_actors=True, max_concurrent_trials=search.at_once),
+            run_config=tune.RunConfig(name="refit", storage_path=str(search.run.path / ".tune"), verbose=0),
+        )
+
+    def _settle(self, run: RunDir, error: Exception | None) -> None:
+        state = runs.FAILED if error is not None else run.read("summary.json").get("state", runs.INTERRUPTED)
+        text = None if error is None else why(error)
+        run.update_status(state=state, finished=runs.now(), error=text, exit_code=FAILED if error else 0)
+        if error is not None:
+            self.search.view.say(f"{run} failed: {text}")
+
+    def _evaluate(self) -> dict[str, float]:
+        """The best checkpoint on the test split."""
+        from manta.evaluate import measure
+
+        search = self.search
+        best = RunDir(search.run.path / "best")
+        config, checkpoint = search.trial_config(results.best_values(search.study.records, search.config)), best.path / "checkpoint"
+        if search.needs.num_workers > 1:
+            from manta.workers import on_workers
+
+            arguments = {"checkpoint": checkpoint.resolve(), "splits": []}
+            found = on_workers(config, best, search.needs, search.view, measure, arguments, what="Evaluation")
+        else:
+            bundle = {key: value for key, value in search.needs.per_worker.items() if key not in ("CPU", "GPU")}
+            task = ray.remote(
+                num_cpus=search.needs.per_worker.get("CPU", 1),
+                num_gpus=search.needs.per_worker.get("GPU", 0),
+                resources=bundle,
+                max_calls=1,
+            )(_measure)
+            found = ray.get(task.remote(best, config, checkpoint.resolve(), search.use_gpu))
+        return {key: value for key, value in found.items() if key.startswith("test/")}
+
+
+def _measure(run: RunDir, config: Config, checkpoint: Path, use_gpu: bool) -> dict[str, float]:
+    from manta.evaluate import measure
+    from manta.session import plain
+
+    return measure(plain(run, use_gpu, stop=lambda: False), config, checkpoint, [])
