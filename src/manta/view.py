@@ -19,10 +19,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from rich.text import Text
 
 from manta.config import Config
@@ -120,17 +119,15 @@ class Trials:
 
     def table(self) -> RenderableType:
         """The headline and the first running trials, one line each whatever the width."""
-        rows = Table.grid(padding=(0, 2))
-        for justify in ("right", "right", "right", "left"):
-            rows.add_column(no_wrap=True, overflow="ellipsis", justify=justify)  # type: ignore[arg-type]
         epochs = self.config.training.epochs
+        of = "" if epochs is None else f"/{epochs}"
+        text = Text(self.headline(), style="bold", no_wrap=True, overflow="ellipsis")
         for each in self.running[:MOST_ROWS]:
-            of = "" if epochs is None else f"/{epochs}"
             values = assignments(self.space.active(each.values))
-            rows.add_row(f"trial {each.number}", f"epoch {each.epoch}{of}", number(each.value), values)
+            row = f"\ntrial {each.number:>3}  epoch {each.epoch:>{max(len(of) - 1, 3)}}{of}  {number(each.value):>10}  {values}"
+            text.append(row, style="not bold")
         more = len(self.running) - MOST_ROWS
-        parts: list[RenderableType] = [Text(self.headline(), style="bold", no_wrap=True, overflow="ellipsis"), rows]
-        return Group(*parts, *([Text(f"and {more} more")] if more > 0 else []))
+        return text.append(f"\nand {more} more", style="not bold") if more > 0 else text
 
 
 class View:

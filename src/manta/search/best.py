@@ -174,8 +174,7 @@ def _replace(new: Path, here: Path) -> None:
 def _discard(old: Path) -> None:
     """Remove a former best/; one that somebody has trained further is kept under another name."""
     if (old / ".lock").exists():
-        trial = RunDir(old).read("summary.json").get("trial", "resumed")
-        old.rename(old.with_name(f"{BEST}-{trial}-{time.strftime('%Y-%m-%d-%H-%M-%S')}"))
+        old.rename(old.with_name(f"{BEST}-resumed-{time.strftime('%Y-%m-%d-%H-%M-%S')}"))
     shutil.rmtree(old, ignore_errors=True)
 
 

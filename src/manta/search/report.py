@@ -5,13 +5,11 @@ import re
 import shlex
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-
 from manta.config import Config
 from manta.runs import FAILED, FINISHED, RunDir
 from manta.search.record import STOPPED, Record, ranked
 from manta.search.results import counts, one_line, settings, values_of
-from manta.search.space import Domain, Space
+from manta.search.space import Space
 from manta.view import Rows, assignments, brief, number
 
 ASHA = ("asha", "async_hyperband", "asynchyperband")
@@ -28,7 +26,7 @@ def plan_rows(config: Config, space: Space, trials: int | None, needs_each: str,
         needs_each: resources of one trial, in words.
     """
     search, epochs = config.search, config.training.epochs
-    rows: Rows = [(key, written(search.space, key, domain)) for key, domain in space.domains.items()]
+    rows: Rows = [(key, written(space, config, key)) for key in space.domains]
     rows.append(("algorithm", _call(search.algorithm)))
     rows.append(("scheduler", _call(search.scheduler) if search.scheduler else "none: every trial trains to its end"))
     budget = "" if search.time_budget_s is None else f", {search.time_budget_s:g} s at most"
@@ -45,11 +43,13 @@ def plan_rows(config: Config, space: Space, trials: int | None, needs_each: str,
     return rows
 
 
-def written(space: Any, key: str, domain: Domain) -> str:
+def written(space: Space, config: Config, key: str) -> str:
     """A domain as it is written in `search.space`."""
+    found: Any = config.search.space
     for part in key.split("."):
-        space = space.get(part) if isinstance(space, dict) else None
-    return space if isinstance(space, str) else f"{domain.name}({', '.join(map(str, domain.arguments))})"
+        found = found.get(part) if isinstance(found, dict) else None
+    domain = space.domains[key]
+    return found if isinstance(found, str) else f"{domain.name}({', '.join(map(str, domain.arguments))})"
 
 
 def _call(settings: dict[str, Any]) -> str:
@@ -87,18 +87,18 @@ def repeat_overrides(search: RunDir, space: Space, values: dict[str, Any]) -> li
     Of what a resume set, the latest counts.
     """
     path = search.path / "overrides.txt"
-    given = _parsed(shlex.split(path.read_text() if path.is_file() else ""))
-    chosen = _parsed(space.overrides(values))
-    dropped = {"resume", "plan", "traceback", *(key for key, _ in chosen)}
-    of_search = [key for key, _ in given if re.match(r"search($|[./])", key)]
-    kept = {key: text for key, text in given if key not in dropped and key not in of_search}
+    given = shlex.split(path.read_text() if path.is_file() else "")
+    chosen = space.overrides(values)
+    dropped = {"resume", "plan", "traceback", *map(_key, chosen)}
+    of_search = [text for text in given if re.match(r"search($|[./])", _key(text))]
+    kept = {_key(text): text for text in given if text not in of_search and _key(text) not in dropped}
     no_search = [] if of_search else ["search=none"]  # it came with an experiment
-    return [*kept.values(), *no_search, *(text for _, text in chosen)]
+    return [*kept.values(), *no_search, *chosen]
 
 
-def _parsed(texts: list[str]) -> list[tuple[str, str]]:
-    """Each override with the setting or group it sets."""
-    return [(each.key_or_group, str(each.input_line)) for each in OverridesParser.create().parse_overrides(texts)]
+def _key(override: str) -> str:
+    """The setting or group that an override sets."""
+    return re.split("[=@]", override.lstrip("+~"), maxsplit=1)[0]
 
 
 def repeat_command(search: RunDir, space: Space, values: dict[str, Any]) -> str:
@@ -173,7 +173,7 @@ def write_report(
     aim = "highest" if objective.mode == "max" else "lowest"
     parts = [f"# Search {search.path.name}", f"{state.capitalize()}: {_counted(records)}; {trained:,} epochs trained. "
              f"Looked for: the {aim} {objective.metric}."]  # fmt: skip
-    domains = [[f"`{key}`", f"`{written(config.search.space, key, each)}`"] for key, each in space.domains.items()]
+    domains = [[f"`{key}`", f"`{written(space, config, key)}`"] for key in space.domains]
     method = [f"algorithm: {_call(config.search.algorithm)}", f"scheduler: {_call(config.search.scheduler)}"]
     parts += ["## Searched", _markdown(["setting", "domain"], domains), "; ".join(method)]
     parts.append("## Best trials")

@@ -16,7 +16,7 @@ from manta import runs
 from manta.config import Config, Objective
 from manta.runs import RunDir, finite
 from manta.search.record import STOPPED, Record, ranked, trial_dir
-from manta.search.space import Domain, Space
+from manta.search.space import Space
 
 STATES = (runs.RUNNING, runs.FINISHED, STOPPED, runs.FAILED)
 FEWEST_TRIALS = 6  # below, what mattered is noise
@@ -129,18 +129,13 @@ def _feature(space: Space, name: str, column: list[Any]) -> list[float]:
         logarithmic = any("log" in domain.name for domain in domains) and min(present, default=0) > 0
         column = [value if value is None else math.log(value) if logarithmic else float(value) for value in column]
     else:
-        options = _options(domains, present)
+        listed = [option for domain in domains for option in domain.values or []]
+        options = list(dict.fromkeys(map(json.dumps, [*listed, *present])))
         column = [value if value is None else float(options.index(json.dumps(value))) for value in column]
     numbers = sorted(value for value in column if value is not None)
     return (
         [numbers[len(numbers) // 2] if value is None else value for value in column] if numbers else [0.0] * len(column)
     )
-
-
-def _options(domains: list[Domain], present: list[Any]) -> list[str]:
-    """All options in the order in which they are listed."""
-    listed = [option for domain in domains for option in domain.values or []]
-    return list(dict.fromkeys(map(json.dumps, [*listed, *present])))
 
 
 # --- summary.json ------------------------------------------------------------------------------------------------
