@@ -73,9 +73,7 @@ class Interrupts:
         self.ask()
 
 
-def launch(
-    config: Config, overrides: list[str], previous: RunDir | None = None, space: "Space | None" = None
-) -> int:
+def launch(config: Config, overrides: list[str], previous: RunDir | None = None, space: "Space | None" = None) -> int:
     """Run a configuration, search `space`, or continue `previous` with it; an exit code.
 
     Raises:
