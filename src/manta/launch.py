@@ -74,9 +74,7 @@ class Interrupts:
         self.ask()
 
 
-def launch(
-    config: Config, overrides: list[str], previous: RunDir | None = None, space: "Space | None" = None
-) -> int:
+def launch(config: Config, overrides: list[str], previous: RunDir | None = None, space: "Space | None" = None) -> int:
     """Run a configuration, or continue `previous` with it; with a search space, search. An exit code.
 
     Raises:
@@ -143,7 +141,8 @@ class Launch:
     def search(self, recipe: "Recipe", local: bool) -> int:
         """Many runs."""
         from manta.config import from_hydra
-        from manta.search.results import plan_rows, result_table
+        from manta.search.report import plan_rows, result_rows
+        from manta.search.study import records_of
 
         config, space = self.config, self.space
         assert space is not None
@@ -154,10 +153,13 @@ class Launch:
 
         def rows(needs: Needs, nodes: list[plan.Node]) -> Rows:
             at_once = min(plan.trials_at_once(needs, nodes), config.search.max_concurrent_trials or 10_000)
-            return [*outline.rows, *plan_rows(config, space, str(needs), at_once)]
+            trials = len(space.grid()) if config.search.algorithm["name"] == "grid" else config.search.num_samples
+            return [*outline.rows, *plan_rows(config, space, trials, str(needs), at_once)]
 
         def result(run: RunDir, state: str, seconds: float) -> Any:
-            return result_table(run, config, space, state, seconds)
+            records, refit = records_of(run, config.objective), run.read("summary.json").get("refit", {})
+            rows = [*result_rows(run, config, space, records, refit, state), ("time", f"{seconds:.1f} s")]
+            return table(_TITLES[state], rows)
 
         if needs is not None and config.plan:
             return self.run(rows(needs, [plan.local_node(config.cluster)]), lambda run: "", result, nullcontext)
@@ -234,7 +236,6 @@ class Launch:
             return str(on_workers(self.config, run, needs, self.view, _train, {}, draw))
         finally:
             shutil.rmtree(run.path / ".ray", ignore_errors=True)
-
 
     def _search(self, needs: Needs, nodes: list[plan.Node], run: RunDir) -> str:
         from manta.search.tuner import Search
@@ -313,6 +314,9 @@ def _scaling_rows(config: Config, needs: Needs) -> Rows:
 # --- the end -----------------------------------------------------------------------------------------------------
 
 
+_TITLES = {runs.FINISHED: "Finished", runs.INTERRUPTED: "Interrupted"}
+
+
 def _set_summary_state(run: RunDir, state: str) -> None:
     summary = run.read("summary.json")
     if summary:
@@ -340,4 +344,4 @@ def _result(run: RunDir, state: str, seconds: float) -> Any:
     attempts = (run.path / "overrides.txt").read_text().splitlines()
     if len(attempts) == 1:  # several together are no one command
         rows.append(("repeat", f"python train.py {attempts[0]}".rstrip()))
-    return table({"finished": "Finished", "interrupted": "Interrupted"}[state], rows)
+    return table(_TITLES[state], rows)

@@ -162,7 +162,6 @@ class Trial(Trainable):
         heard, train = self.config["heard"], _in_this_process if job.needs.num_workers <= 1 else self._on_workers
         return Training(lambda decide: _logged(run, lambda: _train(run, config, job, heard, decide, train)))
 
-
     def _on_workers(self, run: RunDir, config: Config, job: Job, decide: Decide) -> str:
         self.workers = self.workers or Workers(config, job)
         try:
@@ -247,7 +246,7 @@ class Workers:
     """
 
     def __init__(self, config: Config, job: Job) -> None:
-        self.mailbox = ray.remote(num_cpus=0)(Mailbox).remote()
+        self.mailbox: Any = ray.remote(num_cpus=0)(Mailbox).remote()
         self.scratch = RunDir(job.stop_file.parent / ".tune" / f"workers-{uuid.uuid4().hex}")
         self.scratch.path.mkdir(parents=True)
         self._error: BaseException | None = None

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import random
+import shlex
 import shutil
 import threading
 import time
@@ -19,12 +20,14 @@ from ray.tune.experiment import Trial as TuneTrial
 
 from manta import runs
 from manta.cluster import TELL_S
-from manta.config import Config
+from manta.config import Config, from_hydra
 from manta.errors import FAILED, MantaError
 from manta.plan import Needs, Node, trials_at_once
+from manta.resume import load
 from manta.runs import RunDir
-from manta.search import results
+from manta.search import report, results
 from manta.search.algorithms import make_algorithm
+from manta.search.best import publish_best
 from manta.search.exploit import placed
 from manta.search.record import STOPPED, Record, trial_dir
 from manta.search.schedulers import PAUSING, make_scheduler
@@ -74,7 +77,9 @@ class Search:
         self.scheduler = make_scheduler(self.config, self.space, self.run, self._renew)
         self.scheduler.watch(self.study, algorithm, lambda: self.trials.stopping)
         # Slots let Tune keep the process of a trial for the next; but of a cluster's head all searches have a share.
-        shared = self.config.cluster.kind != "local" and most is not None and search.scheduler.get("name") not in PAUSING
+        shared = (
+            self.config.cluster.kind != "local" and most is not None and search.scheduler.get("name") not in PAUSING
+        )
         self.slotted = (self.needs.num_workers > 1 or most is not None) and not shared
         limit = self.at_once if shared else None
         self.trials = Trials(self.study, algorithm, self.scheduler, self._prepare, search.num_samples, limit)
@@ -98,7 +103,7 @@ class Search:
         records, best = self.study.records, self.study.best()
         results.write_csv(self.run, self.config, self.space, records)
         if best is not None:
-            results.publish_best(self.run, self.space, best)
+            publish_best(self.run, self.space, best)
         refit = Refit(self)
         if best is not None and not self.interrupted:
             refit.go(best)
@@ -107,7 +112,8 @@ class Search:
         state = runs.INTERRUPTED if self.interrupted else runs.FINISHED
         self._conclude(refit, state if best is not None else runs.FAILED)
         if best is None and not self.interrupted:
-            raise MantaError(results.all_failed(records), code=FAILED)
+            ((message, count), *_) = report.failures(records) or [("no trial was started", 0)]
+            raise MantaError(f"All {len(records)} trials failed, {count} of them with: {message}", code=FAILED)
         return state
 
     def _conclude(self, refit: "Refit", state: str) -> None:
@@ -119,7 +125,7 @@ class Search:
         if refit.test:
             summary["test"] = refit.test
         self.run.write("summary.json", summary)
-        results.write_report(self.run, self.config, self.space, records, summary)
+        report.write_report(self.run, self.config, self.space, records, found, importances, state)
 
     def ask_to_stop(self) -> None:
         self.interrupted = True
@@ -229,7 +235,7 @@ class Search:
         if new:
             trial.write("status.json", {**self.run.read("status.json"), "attempts": 0})
             shutil.copy2(self.run.path / "provenance.json", trial.path)
-        (trial.path / "overrides.txt").write_text(results.trial_command(self.run, self.space, record.values) + "\n")
+        write_overrides(self.run, trial, self.space, record.values)
         trial.save_config(self.trial_config(record.values))
         return {"run": str(trial.path)}
 
@@ -313,8 +319,7 @@ class Refit:
         if not (run.path / "status.json").is_file():
             run.write("status.json", {**search.run.read("status.json"), "attempts": 0})
             shutil.copy2(search.run.path / "provenance.json", run.path)
-        command = results.trial_command(search.run, search.space, best.values)
-        (run.path / "overrides.txt").write_text(f"{command} seed={seed}\n")
+        write_overrides(search.run, run, search.space, best.values, f"seed={seed}")
 
     def _tuner(self, wanted: list[RunDir]) -> tune.Tuner:
         search = self.search
@@ -339,7 +344,8 @@ class Refit:
 
         search = self.search
         best = RunDir(search.run.path / "best")
-        config, checkpoint = search.trial_config(results.best_values(search.study.records, search.config)), best.path / "checkpoint"
+        config = from_hydra(load(best))
+        checkpoint = best.path / "checkpoint"
         if search.needs.num_workers > 1:
             from manta.workers import on_workers
 
@@ -362,3 +368,9 @@ def _measure(run: RunDir, config: Config, checkpoint: Path, use_gpu: bool) -> di
     from manta.session import plain
 
     return measure(plain(run, use_gpu, stop=lambda: False), config, checkpoint, [])
+
+
+def write_overrides(search: RunDir, trial: RunDir, space: Space, values: dict[str, Any], *more: str) -> None:
+    """overrides.txt of a trial: what repeats it as a run of its own."""
+    line = shlex.join([*report.repeat_overrides(search, space, values), *more])
+    (trial.path / "overrides.txt").write_text(f"{line}\n")
