@@ -1,6 +1,7 @@
 """A recipe and a model that write down what they find on a worker, for tests of what reaches it."""
 
 import dataclasses
+import hashlib
 import json
 import os
 from typing import Any
@@ -8,8 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from manta.config import Config
+from manta.data.load import load_splits
 from manta.recipes.pytorch import PyTorchRecipe
 from manta.session import Session
+from manta.training.loop import Loop
 
 
 class Net(nn.Module):
@@ -52,3 +55,61 @@ def _foreign(value: Any) -> set[str]:
         inner = list(value) if isinstance(value, list) else []
     plain = type(value) in (dict, list, str, int, float, bool, type(None))
     return (set() if plain else {type(value).__name__}).union(*map(_foreign, inner))
+
+
+class Troubled(PyTorchRecipe):
+    """A trial's seed says what becomes of it: 2 raises, 4 is killed, 6 meets a NaN; the others are well."""
+
+    def train(self, session: Session, config: Config) -> dict[str, Any]:
+        marker = str(session.run.path / "killed")
+        trouble = {
+            2: {"_target_": "tests.faults.RaiseAt", "call": 8},
+            4: {"_target_": "tests.faults.KillAt", "call": 8, "marker": marker},
+            6: {"_target_": "tests.faults.PoisonAt", "call": 8},
+        }.get(config.seed)
+        if trouble is not None:
+            config.data.transforms.train.append(trouble)
+        return super().train(session, config)
+
+
+class Hopeless(PyTorchRecipe):
+    """Every training fails, most of them alike."""
+
+    def train(self, session: Session, config: Config) -> dict[str, Any]:
+        raise ValueError("disk on fire" if config.seed == 1 else "no luck today")
+
+
+class Exploited(PyTorchRecipe):
+    """Every checkpoint leaves a digest of weights and optimizer; a trial that starts from another's must have its digest."""
+
+    def train(self, session: Session, config: Config) -> dict[str, Any]:
+        from manta.runs import read_lines
+
+        loop = Loop(session, config, load_splits(config.data, config.allowed_targets))
+        trials = session.run.path.parent
+        exploits = [line for line in read_lines(session.run.metrics) if "exploit" in line]
+        if session.main and exploits and read_lines(session.run.metrics)[-1] == exploits[-1]:
+            donor, step = exploits[-1]["exploit"]["donor"], exploits[-1]["step"]
+            assert loop.progress.step == step
+            wanted = (trials / f"{donor:05d}" / f"digest-{step}").read_text()
+            assert _digest(loop) == wanted, "the weights are not the donor's"
+            (session.run.path / f"compared-{len(exploits)}").write_text(wanted)
+        save = loop._save
+
+        def save_and_digest(best: bool = False) -> None:
+            save(best)
+            if session.main:
+                (session.run.path / f"digest-{loop.progress.step}").write_text(_digest(loop))
+
+        loop._save = save_and_digest  # type: ignore[method-assign]
+        return loop.run()
+
+
+def _digest(loop: Loop) -> str:
+    """Of every weight and every moment of the optimizer."""
+    found = hashlib.sha256()
+    state = loop.learner.state()
+    moments = [value for each in state["optimizer"]["state"].values() for _, value in sorted(each.items())]
+    for tensor in [*state["model"].values(), *moments]:
+        found.update(tensor.cpu().numpy().tobytes())
+    return found.hexdigest()

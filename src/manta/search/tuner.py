@@ -7,7 +7,8 @@ import shlex
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,6 @@ class Search:
     trials: Trials = field(init=False)
 
     def __post_init__(self) -> None:
-        os.environ.update({name: value for name, value in _ENVIRONMENT.items() if name not in os.environ})
         self.study = Study(self.run.path / EVENTS, self.config.objective)
         search = self.config.search
         random.seed(search.seed)  # Tune's schedulers use the global generators
@@ -82,8 +82,6 @@ class Search:
         )
         self.slotted = (self.needs.num_workers > 1 or most is not None) and not shared
         limit = self.at_once if shared else None
-        if search.scheduler.get("name") in PAUSING:  # they compare trials side by side, so Tune is to have all of them
-            os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(search.num_samples or 1)
         self.trials = Trials(self.study, algorithm, self.scheduler, self._prepare, search.num_samples, limit)
         self._settled: set[tuple[int, str]] = set()
         self._began = self._written = self._active = time.monotonic()
@@ -99,6 +97,13 @@ class Search:
         self.stop_file.unlink(missing_ok=True)
         self._finish_exploits()
         self._ended_before = self._ended()
+        environment = dict(_ENVIRONMENT)
+        if self.config.search.scheduler.get("name") in PAUSING:  # they compare trials side by side: Tune is to have all
+            environment["TUNE_MAX_PENDING_TRIALS_PG"] = str(self._total() or 1)
+        with _environment(environment):
+            return self._go()
+
+    def _go(self) -> str:
         known = list(self.study.records)
         with self.view.search_progress(self.config, self.space, self._total(), known):
             self.until_done(self._tuner().fit, self._follow)
@@ -363,6 +368,18 @@ class Refit:
             )(_measure)
             found = ray.get(task.remote(best, config, checkpoint.resolve(), search.use_gpu))
         return {key: value for key, value in found.items() if key.startswith("test/")}
+
+
+@contextmanager
+def _environment(wanted: dict[str, str]) -> Iterator[None]:
+    """With these variables set, unless the user has set them."""
+    missing = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(missing)
+    try:
+        yield
+    finally:
+        for name in missing:
+            os.environ.pop(name, None)
 
 
 def _measure(run: RunDir, config: Config, checkpoint: Path, use_gpu: bool) -> dict[str, float]:
