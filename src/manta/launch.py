@@ -74,9 +74,7 @@ class Interrupts:
         self.ask()
 
 
-def launch(
-    config: Config, overrides: list[str], previous: RunDir | None = None, space: "Space | None" = None
-) -> int:
+def launch(config: Config, overrides: list[str], previous: RunDir | None = None, space: "Space | None" = None) -> int:
     """Run a configuration, or continue `previous` with it; with a search space, search. An exit code.
 
     Raises:
@@ -143,7 +141,7 @@ class Launch:
     def search(self, recipe: "Recipe", local: bool) -> int:
         """Many runs."""
         from manta.config import from_hydra
-        from manta.search.results import plan_rows, result_table
+        from manta.search.report import plan_rows, result_table
 
         config, space = self.config, self.space
         assert space is not None
@@ -234,7 +232,6 @@ class Launch:
             return str(on_workers(self.config, run, needs, self.view, _train, {}, draw))
         finally:
             shutil.rmtree(run.path / ".ray", ignore_errors=True)
-
 
     def _search(self, needs: Needs, nodes: list[plan.Node], run: RunDir) -> str:
         from manta.search.tuner import Search

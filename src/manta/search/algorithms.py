@@ -122,7 +122,9 @@ class Learning:
 
     def repeat(self, number: int, values: Values) -> None:
         if self.suggest(number) != values:
-            self.say(f"trial {number}: another version of the search algorithm chose it; it knows its result all the same.")
+            self.say(
+                f"trial {number}: another version of the search algorithm chose it; it knows its result all the same."
+            )
 
     def reported(self, number: int, result: dict[str, Any]) -> None:
         if number in self._live:

@@ -172,7 +172,9 @@ def _value(node: ast.expr) -> Any:
                 "model: {choice: {mlp: {dropout: 'uniform(0, 0.5)'}, cnn: {}}}"
             )
     shown = ast.unparse(node)
-    raise MantaError(f"{shown} is no number, word or list; nothing is computed here. Quote it if it is text: '{shown}'.")
+    raise MantaError(
+        f"{shown} is no number, word or list; nothing is computed here. Quote it if it is text: '{shown}'."
+    )
 
 
 def _listed(name: str, given: list[Any], named: dict[str, Any]) -> Domain:

@@ -82,7 +82,10 @@ def make_scheduler(config: Config, space: Space, run: RunDir, renew: Callable[[T
         arguments = {"time_attr": "epoch", **asdict(settings)}
     mutable = {key: domain for key, domain in space.domains.items() if is_mutable(key, domain)}
     if cls is PopulationBasedTraining:
-        arguments |= {"hyperparam_mutations": {k: d.values or d.tune() for k, d in mutable.items()}, "log_config": False}
+        arguments |= {
+            "hyperparam_mutations": {k: d.values or d.tune() for k, d in mutable.items()},
+            "log_config": False,
+        }
     if cls is PB2:
         bounds = {key: domain.tune() for key, domain in mutable.items()}
         arguments |= {"hyperparam_bounds": {k: [d.lower, d.upper] for k, d in bounds.items()}, "log_config": False}

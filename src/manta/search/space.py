@@ -76,7 +76,9 @@ class Space:
             points = [
                 {**point, **more}
                 for point in points
-                for more in ([{key: v} for v in domain.values or []] if group is None or point[group] == option else [{}])
+                for more in (
+                    [{key: v} for v in domain.values or []] if group is None or point[group] == option else [{}]
+                )
             ]
         return points
 
@@ -107,7 +109,15 @@ class Space:
                 key: OmegaConf.merge(OmegaConf.structured(Config), base, {**now, "tags": config.tags})
                 for key, base in content["bases"].items()
             }
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError, OmegaConfBaseException) as error:
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            yaml.YAMLError,
+            OmegaConfBaseException,
+        ) as error:
             raise MantaError(f"{path} cannot be read, so the search cannot continue: {error}") from error
         return Space(domains, bases, content["points"])  # type: ignore[arg-type]
 
@@ -123,7 +133,9 @@ def applied(base: DictConfig, settings: Mapping[str, Any]) -> Config:
         try:
             OmegaConf.update(cfg, setting, value, merge=False)
         except OmegaConfBaseException as error:
-            raise MantaError(f"{setting}={value} has the wrong type: it must be {expected(Config, setting)}.") from error
+            raise MantaError(
+                f"{setting}={value} has the wrong type: it must be {expected(Config, setting)}."
+            ) from error
     config = from_hydra(cfg)
     check(config)
     return config
@@ -141,6 +153,12 @@ def _for_hydra(value: Any) -> str:
     if isinstance(value, list):
         return f"[{','.join(map(_for_hydra, value))}]"
     if isinstance(value, str):
-        word = re.fullmatch(r"[A-Za-z_][\w./-]*", value) and value.lower() not in ("true", "false", "null", "nan", "inf")
+        word = re.fullmatch(r"[A-Za-z_][\w./-]*", value) and value.lower() not in (
+            "true",
+            "false",
+            "null",
+            "nan",
+            "inf",
+        )
         return value if word else quoted(value)
     return json.dumps(value)

@@ -23,8 +23,9 @@ from manta.config import Config
 from manta.errors import FAILED, MantaError
 from manta.plan import Needs, Node, trials_at_once
 from manta.runs import RunDir
-from manta.search import results
+from manta.search import report, results
 from manta.search.algorithms import make_algorithm
+from manta.search.best import publish_best
 from manta.search.exploit import placed
 from manta.search.record import STOPPED, Record, trial_dir
 from manta.search.schedulers import PAUSING, make_scheduler
@@ -98,7 +99,7 @@ class Search:
         records, best = self.study.records, self.study.best()
         results.write_csv(self.run, self.config, self.space, records)
         if best is not None:
-            results.publish_best(self.run, self.space, best)
+            publish_best(self.run, self.space, best)
         refit = Refit(self)
         if best is not None and not self.interrupted:
             refit.go(best)
@@ -119,7 +120,7 @@ class Search:
         if refit.test:
             summary["test"] = refit.test
         self.run.write("summary.json", summary)
-        results.write_report(self.run, self.config, self.space, records, summary)
+        report.write_report(self.run, self.config, self.space, records, summary)
 
     def ask_to_stop(self) -> None:
         self.interrupted = True
@@ -309,12 +310,13 @@ class Refit:
     def _prepare(self, run: RunDir, seed: int, best: Record) -> None:
         search = self.search
         run.path.mkdir(parents=True, exist_ok=True)
-        run.save_config(search.trial_config(best.best["values"] if best.best else best.values, seed=seed))
+        values = results.values_of(best)
+        run.save_config(search.trial_config(values, seed=seed))
         if not (run.path / "status.json").is_file():
             run.write("status.json", {**search.run.read("status.json"), "attempts": 0})
             shutil.copy2(search.run.path / "provenance.json", run.path)
-        command = results.trial_command(search.run, search.space, best.values)
-        (run.path / "overrides.txt").write_text(f"{command} seed={seed}\n")
+        command = results.trial_command(search.run, search.space, values, f"seed={seed}")
+        (run.path / "overrides.txt").write_text(command + "\n")
 
     def _tuner(self, wanted: list[RunDir]) -> tune.Tuner:
         search = self.search
@@ -339,7 +341,10 @@ class Refit:
 
         search = self.search
         best = RunDir(search.run.path / "best")
-        config, checkpoint = search.trial_config(results.best_values(search.study.records, search.config)), best.path / "checkpoint"
+        config, checkpoint = (
+            search.trial_config(results.best_values(search.study.records, search.config)),
+            best.path / "checkpoint",
+        )
         if search.needs.num_workers > 1:
             from manta.workers import on_workers
 

@@ -233,7 +233,10 @@ class Loop:
             progress.epoch, progress.offset = epoch, 0
             self.learner.schedule("epoch")
             self.losses[1] = 0.0
-        every, watched = settings.checkpoint.every_n_epochs, self.session.watched and progress.validated == progress.step
+        every, watched = (
+            settings.checkpoint.every_n_epochs,
+            self.session.watched and progress.validated == progress.step,
+        )
         if improved or last or watched or self.save_due or self._done() or (every and epoch % every == 0):
             self._save(improved)
         if not watched or self._done():
