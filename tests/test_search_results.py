@@ -132,7 +132,7 @@ def test_trials_csv(search: RunDir, records: list[Record]) -> None:
     write_csv(search, CONFIG, SPACE, records)
     rows = pd.read_csv(search.path / "trials.csv")
     assert list(rows) == ["trial", "status", "val/loss", "val/accuracy", "train/epoch_loss", "best_epoch", "epochs",
-                          "time_s", "error", "directory", "model", "model.dropout", "optimizer.lr"]  # fmt: skip
+                          "time_s", "error", "directory", "optimizer.lr", "model", "model.dropout"]  # fmt: skip
     assert list(rows["trial"]) == [0, 1, 2, 3, 4, 5]
     assert list(rows["status"]) == ["finished", "finished", "stopped", "failed", "failed", "failed"]
     for record, (_, row) in zip(records[:3], rows.iterrows(), strict=False):
@@ -548,7 +548,8 @@ def test_result_rows(search: RunDir, records: list[Record]) -> None:
     found = summary(search, CONFIG, SPACE, records, refits(search, 3), {}, "finished")
     rows = dict(result_rows(search, CONFIG, SPACE, found, "finished", 61.25))
     first = min(records[:3], key=lambda record: record.value or 0)
-    assert rows["best"].startswith(f"trial {first.number}: val/loss {first.value:.4f} ")
+    assert first.best is not None
+    assert rows["best"].startswith(f"trial {first.number}, epoch {first.best['epoch']}: val/loss {first.value:.4f}")
     assert "optimizer.lr=0." in rows["values"]
     assert "±" in rows["refit test"]
     assert rows["epochs"] == "15 trained of at most 24"
@@ -575,9 +576,8 @@ def test_plan_rows() -> None:
     assert rows["at once"] == "3 (6 waves)"
     # Rungs at 1, 2, 4, 8 epochs: 16 trials train 1 each, 8 one more, 4 two more, 2 four more.
     assert rows["epochs"] == "16 x 8 = 128 at most; about 40 with successive halving"
-    config, space = searched(
-        "search=random", "search.num_samples=null", "search.time_budget_s=60", "search.refit=false"
-    )
+    config, space = compose_run("search=random", "search.num_samples=null", "search.time_budget_s=60", "search.refit=false")[::2]
+    assert space is not None
     rows = dict(plan_rows(config, space, "1 CPU", 3))
     assert rows["trials"] == "as many as the time allows, 60 s at most"
     assert rows["scheduler"].startswith("none")
