@@ -18,6 +18,7 @@ from typing import Any
 from manta.config import CLUSTER_KINDS, PRECISIONS, SCHEMA_VERSION, STRATEGIES, Config
 from manta.errors import MantaError, nearest
 from manta.schema import help_text
+from manta.search import rules as search
 from manta.targets import check_allowed
 
 # Bounds of every number; null and settings that a plug-in does not have pass, lists are checked number by number.
@@ -66,6 +67,25 @@ NUMBERS = {
     "cluster.num_gpus": ">= 0, <= 10000",
     "cluster.object_store_memory": f">= {75 * 2**20}",  # Ray's own minimum
     "cluster.wait_s": ">= 0",
+    "search.num_samples": ">= 1, <= 1000000",
+    "search.time_budget_s": "> 0",
+    "search.max_concurrent_trials": ">= 1",
+    "search.seed": f">= 0, <= {2**32 - 1}",
+    "search.max_failures": ">= 0",
+    "search.refit_seeds": ">= 1, <= 1000",
+    "search.algorithm.n_startup_trials": ">= 1",
+    "search.algorithm.n_initial_points": ">= 1",
+    "search.algorithm.gamma": "> 0, < 1",
+    "search.algorithm.random_search_steps": ">= 1",
+    "search.scheduler.max_t": ">= 1",
+    "search.scheduler.grace_period": ">= 1",
+    "search.scheduler.reduction_factor": "> 1",
+    "search.scheduler.brackets": ">= 1",
+    "search.scheduler.min_samples_required": ">= 1",
+    "search.scheduler.perturbation_interval": ">= 1",
+    "search.scheduler.burn_in_period": ">= 0",
+    "search.scheduler.quantile_fraction": "> 0, <= 0.5",
+    "search.scheduler.resample_probability": ">= 0, <= 1",
 }
 CHOICES = {
     "objective.mode": ("max", "min"),
@@ -371,5 +391,5 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     *(finite, numbers, choices, names, plug_ins, objective, length),
-    *(batches, workers, resources, half_precision, cluster, folders),
+    *(batches, workers, resources, half_precision, cluster, folders, *search.RULES),
 )

@@ -16,6 +16,7 @@ from yaml import MarkedYAMLError
 from manta.config import Config
 from manta.errors import MantaError, nearest, suggest
 from manta.schema import expected, paths_of
+from manta.search.domains import NAMES
 
 LIST_SETTINGS = "`python train.py --cfg job` lists all settings, `--help` the groups."
 
@@ -98,6 +99,8 @@ def _unreadable(override: str) -> str:
     if "=" not in override:
         return f"{override} has no value: settings are written name=value, e.g. {override.lstrip('+~')}=3."
     key, _, value = override.partition("=")
+    if re.match(rf"({'|'.join(NAMES)})\(", value.strip()):
+        return f"{override}: a domain is searched below search.space: {_in_the_space(override)}"
     return (
         f"{override} cannot be read. Quote the whole for the shell, and a value with spaces or special "
         f"""characters once more: '{key}="{value.strip("'" + '"')}"'. Lists are [a,b], dictionaries {{a: 1}}."""
@@ -116,6 +119,11 @@ def explain(error: Exception, arguments: Sequence[str], conf: Path) -> MantaErro
     culprit = next((o for o in overrides if _mentions(text, o)), None)
     if culprit is None and not isinstance(error, HydraException):
         culprit = next((o for o in overrides if _is_unknown(o, known)), None)
+    if text.startswith("Config group override must be"):
+        for o in overrides:
+            if o.key_or_group in known.groups and not isinstance(o.value(), str | list):
+                options = ", ".join(known.groups[o.key_or_group])
+                return MantaError(f"{o.input_line}: a group has one of its options, {options}.")
     if isinstance(error, MissingConfigException):
         return MantaError(_no_such_file(error, culprit, arguments, known))
     if culprit is None or (re.match("In '", text) and "full_key" in text):
@@ -154,7 +162,9 @@ def _known(conf: Path, overrides: Sequence[Override]) -> Known:
 
     with initialize_config_dir(str(conf), version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
-        groups = {name: loader.get_group_options(name) for name in loader.list_groups("") if name != "hydra"}
+        outer = [name for name in loader.list_groups("") if name != "hydra"]
+        nested = [f"{name}/{inner}" for name in outer for inner in loader.list_groups(name)]
+        groups = {name: loader.get_group_options(name) for name in (*outer, *nested)}
         choices = [f"{o.key_or_group}={o.value()}" for o in overrides if o.value() in groups.get(o.key_or_group, ())]
         try:
             return Known(paths_of(compose("config", choices)), groups)
@@ -215,7 +225,14 @@ def _several_values(line: str) -> str:
     """A sweep without --multirun."""
     key, _, value = line.partition("=")
     as_list = "" if "(" in value else f", or write a list as '{key}=[{value}]'"
+    if value.startswith("choice("):
+        as_list = f", or search over them: {_in_the_space(line)}"
     return f"{line} has several values. Add -m to run one job for each{as_list}."
+
+
+def _in_the_space(line: str) -> str:
+    """A setting that was given a domain, as a part of a search."""
+    return "python train.py search=random " + shlex.quote(f"search.space.{line.lstrip('+')}")
 
 
 def _wrong_value(culprit: Override, cause: OmegaConfBaseException, known: Known) -> str:

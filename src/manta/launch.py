@@ -141,7 +141,7 @@ class Launch:
     def search(self, recipe: "Recipe", local: bool) -> int:
         """Many runs."""
         from manta.config import from_hydra
-        from manta.search.report import plan_rows, result_table
+        from manta.search.report import plan_rows, result_rows
 
         config, space = self.config, self.space
         assert space is not None
@@ -155,7 +155,8 @@ class Launch:
             return [*outline.rows, *plan_rows(config, space, str(needs), at_once)]
 
         def result(run: RunDir, state: str, seconds: float) -> Any:
-            return result_table(run, config, space, state, seconds)
+            found = run.read("summary.json")
+            return table(_TITLES[state], result_rows(run, config, space, found, state, seconds))
 
         if needs is not None and config.plan:
             return self.run(rows(needs, [plan.local_node(config.cluster)]), lambda run: "", result, nullcontext)
@@ -310,6 +311,9 @@ def _scaling_rows(config: Config, needs: Needs) -> Rows:
 # --- the end -----------------------------------------------------------------------------------------------------
 
 
+_TITLES = {runs.FINISHED: "Finished", runs.INTERRUPTED: "Interrupted"}
+
+
 def _set_summary_state(run: RunDir, state: str) -> None:
     summary = run.read("summary.json")
     if summary:
@@ -337,4 +341,4 @@ def _result(run: RunDir, state: str, seconds: float) -> Any:
     attempts = (run.path / "overrides.txt").read_text().splitlines()
     if len(attempts) == 1:  # several together are no one command
         rows.append(("repeat", f"python train.py {attempts[0]}".rstrip()))
-    return table({"finished": "Finished", "interrupted": "Interrupted"}[state], rows)
+    return table(_TITLES[state], rows)

@@ -2,10 +2,12 @@
 
 import socket
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -14,11 +16,18 @@ from manta import runs
 from manta.config import SCHEMA_VERSION, Config, absolute
 from manta.errors import MantaError
 from manta.runs import RunDir, is_locked
+from manta.search.domains import read
+from manta.search.settings import POPULATION
 
 # What a run is. With another one of these it would be another run.
 _IDENTITY = (
     "seed", "name", "schema_version", "model", "optimizer._target_", "scheduler._target_", "storage", "objective", "recipe", "data.name", "data.dataset", "data.input_shape",
-    "data.num_classes", "data.split_seed", "data.val_fraction",
+    "data.num_classes", "data.split_seed", "data.val_fraction", "search",
+)  # fmt: skip
+# What may change in a search; with anything else it would be another search.
+_FREE_IN_A_SEARCH = (
+    "search.num_samples", "search.time_budget_s", "search.max_concurrent_trials", "search.max_failures", "search.refit",
+    "search.refit_seeds", "cluster", "scaling", "tags", "traceback", "plan",
 )  # fmt: skip
 _GROUPS_OF_A_NEW_RUN = ("experiment", "debug", "model", "data", "optimizer", "scheduler")
 
@@ -59,13 +68,19 @@ def restore(cfg: DictConfig, overrides: list[str]) -> tuple[DictConfig, RunDir]:
     """
     run = runs.find(str(cfg.resume), absolute(cfg.storage.path))
     _wait_for_survivors(run)
-    _repair_last(run)
     saved = load(run)
+    is_search = bool(saved.search.algorithm)
+    if not is_search:
+        _repair_last(run)
     for override in OverridesParser.create().parse_overrides(overrides):
         key = override.key_or_group
         if key in ("resume", "storage.path"):
             continue
-        if override.is_delete() or key in _GROUPS_OF_A_NEW_RUN or _is_identity(key):
+        if is_search:
+            _check_change(override, cfg, saved, run)
+            if key.startswith(("search.space", "search/space")):
+                continue
+        elif override.is_delete() or key in _GROUPS_OF_A_NEW_RUN or _is_one_of(key, _IDENTITY):
             raise MantaError(
                 f"{override.input_line} cannot be changed on resume: it would be another run than {run}. "
                 "Leave it out, or start a new run without resume=."
@@ -74,6 +89,32 @@ def restore(cfg: DictConfig, overrides: list[str]) -> tuple[DictConfig, RunDir]:
             value: Any = OmegaConf.select(cfg, key)
             OmegaConf.update(saved, key, value, merge=False, force_add=True)
     return saved, run
+
+
+def _check_change(override: Override, cfg: DictConfig, saved: DictConfig, run: RunDir) -> None:
+    """Refuse what would make a search another one.
+
+    Raises:
+        MantaError: with what it is in `run`.
+    """
+    key, start = override.key_or_group, f"{override.input_line} cannot be changed on resume"
+    way_out = "Leave it out, or start a new search without resume=."
+    name, which = saved.search.algorithm.get("name"), saved.search.scheduler.get("name")
+    if key == "search.num_samples" and name == "grid":
+        raise MantaError(f"{start}: {run} is a grid, which runs each of its combinations once. {way_out}")
+    if key == "search.num_samples" and which in POPULATION:
+        raise MantaError(f"{start}: it is the population of {run}, {saved.search.num_samples} trials. {way_out}")
+    if not override.is_delete() and _is_one_of(key, _FREE_IN_A_SEARCH):
+        return
+    if not override.is_delete() and key.startswith(("search.space", "search/space")):
+        before, now = (dict(read(OmegaConf.to_container(each.search.space))[0]) for each in (saved, cfg))  # type: ignore[arg-type]
+        changed = [
+            f"{k} is {before.get(k, 'not searched')} there, not {now[k]}" for k in now if before.get(k) != now[k]
+        ]
+        if not changed:
+            return
+        raise MantaError(f"{start}: it would be another search than {run}: {'; '.join(changed)}. {way_out}")
+    raise MantaError(f"{start}: it would be another search than {run}. {way_out}")
 
 
 def _repair_last(run: RunDir) -> None:
@@ -118,5 +159,5 @@ def _wait_for_survivors(run: RunDir, wait_s: float = 60.0) -> None:
         time.sleep(0.2)
 
 
-def _is_identity(key: str) -> bool:
-    return any(key == name or key.startswith(name + ".") for name in _IDENTITY)
+def _is_one_of(key: str, names: Iterable[str]) -> bool:
+    return any(key == name or key.startswith((f"{name}.", f"{name}/")) for name in names)

@@ -198,9 +198,10 @@ _FOLLOWERS = ("Connection closed by peer", "Connection reset by peer", "Broken p
 def explain_failure(error: BaseException, run: RunDir, what: str = "Training") -> MantaError:
     """One message for what Ray raised: the first cause among the workers, not what followed from it."""
     failures: dict[int, BaseException] = getattr(error, "worker_failures", {})
-    again = ""
+    again = details = ""
     if what == "Training":
         again = f"\nResume from the last checkpoint: python train.py resume={shlex.quote(str(run))}"
+        details = f" Details: {run}/train.log"
     if not failures:
         return _failed(f"Ray could not run the {what.lower()}: {error} (see {run}/train.log){again}", error)
     rank, cause = min(failures.items(), key=lambda item: _remoteness(item[1]))
@@ -217,7 +218,7 @@ def explain_failure(error: BaseException, run: RunDir, what: str = "Training") -
     if type(died).__name__ == "OutOfMemoryError":
         why = "killed by Ray, the machine was running out of memory"
     return _failed(
-        f"{what} failed: the process of rank {rank}{where.get(rank, '')} is gone: {why}. Details: {run}/train.log{again}",
+        f"{what} failed: the process of rank {rank}{where.get(rank, '')} is gone: {why}.{details}{again}",
         error,
     )
 

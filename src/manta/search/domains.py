@@ -8,7 +8,7 @@ import json
 import keyword
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from manta.errors import MantaError, nearest
@@ -41,6 +41,8 @@ class Domain:
     """One of NAMES."""
     arguments: tuple[Any, ...]
     """By position; of choice and grid_search the values."""
+    text: str = field(default="", compare=False, repr=False)
+    """As it was written."""
 
     @property
     def values(self) -> list[Any] | None:
@@ -107,6 +109,8 @@ class Domain:
         return getattr(tune, self.name)(*self.arguments)
 
     def __str__(self) -> str:
+        if self.text:
+            return self.text
         listed = self.values is not None and len(self.values) == 1 and isinstance(self.values[0], list)
         shown = ", ".join(map(_shown, self.arguments))
         return f"{self.name}([{shown}])" if listed else f"{self.name}({shown})"
@@ -128,7 +132,8 @@ def parse(text: Any) -> Domain:
         )
     given = [_value(node) for node in call.args]
     named = {str(word.arg): _value(word.value) for word in call.keywords}
-    return _listed(name, given, named) if name in LISTED else _number(name, given, named)
+    domain = _listed(name, given, named) if name in LISTED else _number(name, given, named)
+    return replace(domain, text=text.strip())
 
 
 def is_number(value: Any) -> bool:
@@ -268,8 +273,8 @@ def _shown(value: Any) -> str:
 # --- many of them: a written space -------------------------------------------------------------------------------
 
 
-def read(space: Mapping[str, Any]) -> tuple[dict[str, Domain], list[str]]:
-    """The domains of a written space by flat key, and what is wrong with those that cannot be read."""
+def read(space: Any) -> tuple[dict[str, Domain], list[str]]:
+    """The domains of a written space (a tree of dicts) by flat key, and what is wrong with those that cannot be read."""
     domains, problems = {}, []
     try:
         leaves = list(_leaves(_nested(space)))

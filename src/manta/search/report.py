@@ -4,15 +4,13 @@ import math
 import shlex
 from typing import Any
 
-from rich.text import Text
-
 from manta.config import Config
-from manta.runs import FAILED, FINISHED, INTERRUPTED, RUNNING, RunDir
+from manta.runs import FAILED, FINISHED, RUNNING, RunDir
 from manta.search.record import STOPPED, Record, ranked
 from manta.search.results import settings, values_of
 from manta.search.settings import Asha
 from manta.search.space import Space
-from manta.view import Rows, assignments, brief, number, table
+from manta.view import Rows, assignments, brief, number
 
 # --- before ------------------------------------------------------------------------------------------------------
 
@@ -74,16 +72,10 @@ def _halving(config: Config, trials: int, epochs: int) -> float | None:
 # --- after -------------------------------------------------------------------------------------------------------
 
 
-def result_table(search: RunDir, config: Config, space: Space, state: str, seconds: float) -> Text:
-    """The end, from summary.json."""
-    title = {FINISHED: "Finished", INTERRUPTED: "Interrupted"}[state]
-    return table(title, result_rows(search, config, space, search.read("summary.json"), state, seconds))
-
-
 def result_rows(
     search: RunDir, config: Config, space: Space, summary: dict[str, Any], state: str, seconds: float
 ) -> Rows:
-    """What was found, what it took, where it is, and what to do next."""
+    """What was found (by summary.json), what it took, where it is, and what to do next."""
     where, best, command = shlex.quote(str(search)), summary.get("best"), "python train.py"
     rows: Rows = []
     if best:

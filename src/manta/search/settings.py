@@ -3,6 +3,7 @@
 Imports nothing heavy.
 """
 
+import importlib.metadata
 import importlib.util
 import typing
 from collections.abc import Mapping
@@ -179,12 +180,13 @@ def missing_library(name: str) -> str | None:
     """What to install for an algorithm, in words; None if all is there."""
     modules, extra = LIBRARIES.get(name, ((), ""))
     missing = [module for module in modules if importlib.util.find_spec(module) is None]
-    if not missing:
-        return None
-    return (
-        f"search.algorithm.name={name} needs {' and '.join(missing)}, not installed here. In the project's folder: "
-        f"pip install -e '.[{extra}]'"
-    )
+    start = f"search.algorithm.name={name} needs"
+    way_out = f"In the project's folder: pip install -e '.[{extra}]'"
+    if missing:
+        return f"{start} {' and '.join(missing)}, not installed here. {way_out}"
+    if name == "bayesopt" and (found := importlib.metadata.version("bayesian-optimization")).partition(".")[0] != "1":
+        return f"{start} bayesian-optimization 1.x, which Ray's wrapper is for; {found} is installed. {way_out}"
+    return None
 
 
 def _read(key: str, given: Mapping[str, Any], known: Mapping[str, type]) -> Any:

@@ -104,10 +104,10 @@ class Space:
         try:
             content = yaml.safe_load(path.read_text())
             domains = {key: parse(text) for key, text in content["domains"].items()}
-            now = {name: asdict(getattr(config, name)) for name in ("scaling", "cluster", "storage")}
+            now: dict[str, Any] = {name: asdict(getattr(config, name)) for name in ("scaling", "cluster", "storage")}
+            now["tags"] = config.tags
             bases = {
-                key: OmegaConf.merge(OmegaConf.structured(Config), base, {**now, "tags": config.tags})
-                for key, base in content["bases"].items()
+                key: OmegaConf.merge(OmegaConf.structured(Config), base, now) for key, base in content["bases"].items()
             }
         except (
             OSError,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from manta.config import Objective
-from manta.runs import FAILED, RUNNING, finite, read_lines
+from manta.runs import FAILED, RUNNING, RunDir, finite, read_lines
 from manta.search.record import Record
 
 EVENTS = "search.jsonl"
@@ -125,3 +125,10 @@ class Study:
             if record.value is not None and self.better(record.value, found.value if found else None):
                 found = record
         return found
+
+
+def records_of(search: RunDir, objective: Objective) -> list[Record]:
+    """The trials of a search, read from its events."""
+    study = Study(search.path / EVENTS, objective)
+    study.close()
+    return study.records

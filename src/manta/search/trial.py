@@ -10,6 +10,7 @@ import shutil
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from manta.search.exploit import adopt
 from manta.search.record import STOPPED
 from manta.session import Session
 from manta.view import View
+from manta.workers import on_workers
 
 Decide = Callable[[dict[str, Any]], bool]
 STOP_S = 120
@@ -100,6 +102,7 @@ class Trial(Trainable):
     def setup(self, config: dict[str, Any], job: Job) -> None:  # type: ignore[override]
         self.job = job
         self.training: Training | None = None
+        self.workers: Workers | None = None
         if os.path.isdir(job.folder):
             os.chdir(job.folder)
         self.reset_config(config)
@@ -131,6 +134,8 @@ class Trial(Trainable):
 
     def cleanup(self) -> None:
         self._end()
+        if self.workers is not None:
+            self.workers.end()
 
     def _end(self) -> bool:
         training, self.training = self.training, None
@@ -154,8 +159,18 @@ class Trial(Trainable):
             "status.json",
             {**status, "state": runs.RUNNING, "pid": os.getpid(), "attempts": status.get("attempts", 0) + 1},
         )
-        heard, train = self.config["heard"], _in_this_process if job.needs.num_workers <= 1 else _on_workers
+        heard, train = self.config["heard"], _in_this_process if job.needs.num_workers <= 1 else self._on_workers
         return Training(lambda decide: _logged(run, lambda: _train(run, config, job, heard, decide, train)))
+
+    def _on_workers(self, run: RunDir, config: Config, job: Job, decide: Decide) -> str:
+        self.workers = self.workers or Workers(config, job)
+        try:
+            return self.workers.train(run, config, job, decide)
+        except BaseException:
+            if not self.workers.alive():
+                workers, self.workers = self.workers, None
+                workers.end()
+            raise
 
 
 def _train(run: RunDir, config: Config, job: Job, heard: int, decide: Decide, train: Callable[..., str]) -> str:
@@ -209,52 +224,118 @@ def _in_this_process(run: RunDir, config: Config, job: Job, decide: Decide) -> s
 
 
 class Mailbox:
-    """Between rank 0, which asks after every validation, and the trial's process, which answers. An asyncio actor."""
+    """Between a trial's process and rank 0 of its workers: a queue each way. An asyncio actor."""
 
     def __init__(self) -> None:
         import asyncio
 
-        self._asked: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self._answers: asyncio.Queue[bool] = asyncio.Queue()
+        self._queues: dict[str, asyncio.Queue[Any]] = {"up": asyncio.Queue(), "down": asyncio.Queue()}
 
-    async def ask(self, values: dict[str, Any]) -> bool:
-        await self._asked.put(values)
-        return await self._answers.get()
+    async def put(self, way: str, what: Any) -> None:
+        await self._queues[way].put(what)
 
-    async def asked(self) -> dict[str, Any]:
-        return await self._asked.get()
-
-    async def answer(self, stop: bool) -> None:
-        await self._answers.put(stop)
+    async def get(self, way: str) -> Any:
+        return await self._queues[way].get()
 
 
-def _on_workers(run: RunDir, config: Config, job: Job, decide: Decide) -> str:
-    from manta.workers import on_workers
+class Workers:
+    """The Ray Train workers of a trial's process: started once, they train one trial after another.
 
-    mailbox = ray.remote(num_cpus=0)(Mailbox).remote()
-    question = mailbox.asked.remote()
+    A trial then costs what it trains, not the seconds that a worker group takes to start. One that fails takes its
+    workers with it, and the next trial gets new ones.
+    """
 
-    def answer() -> None:
-        nonlocal question
-        ready, _ = ray.wait([question], timeout=0)
-        if ready:
-            mailbox.answer.remote(decide(ray.get(question)))
-            question = mailbox.asked.remote()
+    def __init__(self, config: Config, job: Job) -> None:
+        self.mailbox: Any = ray.remote(num_cpus=0)(Mailbox).remote()
+        self.scratch = RunDir(job.stop_file.parent / ".tune" / f"workers-{uuid.uuid4().hex}")
+        self.scratch.path.mkdir(parents=True)
+        self._error: BaseException | None = None
+        self._answer: Any = None
+        self._thread = threading.Thread(target=self._run, args=(config, job), daemon=True)
+        self._thread.start()
 
-    view = View(silent=True)
-    arguments = {"mailbox": mailbox, "stop_file": job.stop_file, "watched": job.watched}
-    try:
-        return str(on_workers(config, run, job.needs, view, _on_worker, arguments, answer))
-    finally:
-        ray.kill(mailbox)
-        shutil.rmtree(run.path / ".ray", ignore_errors=True)
+    def train(self, run: RunDir, config: Config, job: Job, decide: Decide) -> str:
+        """Like `_in_this_process`."""
+        self._tell({"run": run, "config": config, "watched": job.watched})
+        while True:
+            said = self._hear()
+            if "state" in said:
+                return str(said["state"])
+            try:
+                stop = decide(said)
+            except BaseException:
+                self._tell(True)
+                while "state" not in self._hear():
+                    pass
+                raise
+            self._tell(stop)
+
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def end(self) -> None:
+        """Let them go."""
+        if self.alive():
+            self._tell(None)
+            self._thread.join(STOP_S)
+        ray.kill(self.mailbox)
+        shutil.rmtree(self.scratch.path, ignore_errors=True)
+
+    def _tell(self, what: Any) -> None:
+        ray.get(self.mailbox.put.remote("down", what))
+
+    def _hear(self) -> dict[str, Any]:
+        """What rank 0 says next; raises why it cannot."""
+        self._answer = self._answer or self.mailbox.get.remote("up")
+        while not ray.wait([self._answer], timeout=0.5)[0]:
+            if not self.alive():
+                raise self._error or RuntimeError("the workers are gone")
+        answer, self._answer = self._answer, None
+        said: dict[str, Any] = ray.get(answer)
+        return said
+
+    def _run(self, config: Config, job: Job) -> None:
+        arguments = {"mailbox": self.mailbox, "stop_file": job.stop_file}
+        try:
+            on_workers(config, self.scratch, job.needs, View(silent=True), _serve, arguments, what="The trial")
+        except BaseException as error:
+            self._error = error
 
 
-def _on_worker(mine: Session, config: Config, mailbox: Any, stop_file: Path, watched: bool) -> str:
+def _serve(mine: Session, config: Config, mailbox: Any, stop_file: Path) -> None:
+    """On every rank: train what rank 0 is told to, until it is told to end."""
     from manta import session
 
-    mine = dataclasses.replace(mine, watched=watched)
-    if mine.main:
-        mine.stop = stop_file.exists
-        mine.decide = lambda values: bool(ray.get(mailbox.ask.remote(values)))
-    return session.train(mine, config)
+    stop = stop_file.exists
+    while True:
+        told = mine.gather(_next(mailbox) if mine.main else None)[0]
+        if told is None:
+            return
+        if told == {}:
+            continue
+        now = dataclasses.replace(mine, run=told["run"], watched=told["watched"])
+        if mine.main:
+            now.stop = stop
+            now.decide = lambda values: bool(_ask(mailbox, values))
+        state = session.train(now, told["config"])
+        mine.barrier()
+        if mine.main:
+            ray.get(mailbox.put.remote("up", {"state": state}))
+
+
+def _ask(mailbox: Any, values: dict[str, Any]) -> Any:
+    ray.get(mailbox.put.remote("up", values))
+    return ray.get(mailbox.get.remote("down"))
+
+
+def _next(mailbox: Any) -> Any:
+    """What to train; {} if nobody has said for a while, so that the other ranks do not wait in vain for longer."""
+    global _waiting
+    _waiting = _waiting or mailbox.get.remote("down")
+    if not ray.wait([_waiting], timeout=20)[0]:
+        return {}
+    told, _waiting = ray.get(_waiting), None
+    return told
+
+
+_waiting: Any = None

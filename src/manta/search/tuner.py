@@ -19,9 +19,10 @@ from ray.tune.experiment import Trial as TuneTrial
 
 from manta import runs
 from manta.cluster import TELL_S
-from manta.config import Config
+from manta.config import Config, from_hydra
 from manta.errors import FAILED, MantaError
 from manta.plan import Needs, Node, trials_at_once
+from manta.resume import load
 from manta.runs import RunDir
 from manta.search import report, results
 from manta.search.algorithms import make_algorithm
@@ -74,10 +75,12 @@ class Search:
         algorithm = make_algorithm(self.config, self.space, self.view.say)
         self.scheduler = make_scheduler(self.config, self.space, self.run, self._renew)
         self.scheduler.watch(self.study, algorithm, lambda: self.trials.stopping)
-        limited = self.needs.num_workers > 1 or most is not None
-        pausing = search.scheduler.get("name") in PAUSING
-        self.slotted = limited and pausing and (search.num_samples or self.at_once + 1) > self.at_once
-        limit = self.at_once if limited and not self.slotted else None
+        # Slots let Tune keep the process of a trial for the next; but of a cluster's head all searches have a share.
+        shared = (
+            self.config.cluster.kind != "local" and most is not None and search.scheduler.get("name") not in PAUSING
+        )
+        self.slotted = (self.needs.num_workers > 1 or most is not None) and not shared
+        limit = self.at_once if shared else None
         self.trials = Trials(self.study, algorithm, self.scheduler, self._prepare, search.num_samples, limit)
         self._settled: set[tuple[int, str]] = set()
         self._began = self._written = self._active = time.monotonic()
@@ -219,7 +222,7 @@ class Search:
         else:
             bundle = dict(self.needs.per_worker)
         if slots is not None:
-            bundle[HEAD] = int(10_000 / slots) / 10_000
+            bundle[HEAD] = max(int(9_000 / slots), 1) / 10_000  # a tenth is for actors of Ray Train's own
         return tune.with_resources(tune.with_parameters(Trial, job=job), PlacementGroupFactory([bundle]))
 
     def _prepare(self, record: Record) -> dict[str, Any]:
@@ -230,7 +233,7 @@ class Search:
         if new:
             trial.write("status.json", {**self.run.read("status.json"), "attempts": 0})
             shutil.copy2(self.run.path / "provenance.json", trial.path)
-        (trial.path / "overrides.txt").write_text(results.trial_command(self.run, self.space, record.values) + "\n")
+        write_overrides(self.run, trial, self.space, record.values)
         trial.save_config(self.trial_config(record.values))
         return {"run": str(trial.path)}
 
@@ -310,13 +313,11 @@ class Refit:
     def _prepare(self, run: RunDir, seed: int, best: Record) -> None:
         search = self.search
         run.path.mkdir(parents=True, exist_ok=True)
-        values = results.values_of(best)
-        run.save_config(search.trial_config(values, seed=seed))
+        run.save_config(search.trial_config(results.values_of(best), seed=seed))
         if not (run.path / "status.json").is_file():
             run.write("status.json", {**search.run.read("status.json"), "attempts": 0})
             shutil.copy2(search.run.path / "provenance.json", run.path)
-        command = results.trial_command(search.run, search.space, values, f"seed={seed}")
-        (run.path / "overrides.txt").write_text(command + "\n")
+        write_overrides(search.run, run, search.space, results.values_of(best), f"seed={seed}")
 
     def _tuner(self, wanted: list[RunDir]) -> tune.Tuner:
         search = self.search
@@ -341,10 +342,8 @@ class Refit:
 
         search = self.search
         best = RunDir(search.run.path / "best")
-        config, checkpoint = (
-            search.trial_config(results.best_values(search.study.records, search.config)),
-            best.path / "checkpoint",
-        )
+        config = from_hydra(load(best))
+        checkpoint = best.path / "checkpoint"
         if search.needs.num_workers > 1:
             from manta.workers import on_workers
 
@@ -367,3 +366,8 @@ def _measure(run: RunDir, config: Config, checkpoint: Path, use_gpu: bool) -> di
     from manta.session import plain
 
     return measure(plain(run, use_gpu, stop=lambda: False), config, checkpoint, [])
+
+
+def write_overrides(search: RunDir, trial: RunDir, space: Space, values: dict[str, Any], *more: str) -> None:
+    """overrides.txt of a trial: what repeats it as a run of its own."""
+    (trial.path / "overrides.txt").write_text(results.trial_command(search, space, values, *more) + "\n")
