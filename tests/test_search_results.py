@@ -46,7 +46,7 @@ from manta.training.checkpoint import load_checkpoint
 from manta.view import View
 from tests.conftest import ROOT, Lab, compose_run, make_config
 
-BASE = ("scaling=in_process", "training.epochs=4", "scheduler=constant", "seed=3", "training.precision=fp64",
+BASE = ("training.epochs=4", "scheduler=constant", "seed=3", "training.precision=fp64",
         "objective={metric: val/loss, mode: min}")  # fmt: skip
 LR, DROPOUT = "optimizer.lr", "model.choice.mlp.dropout"
 SEARCH = ("search=asha", "search.num_samples=5", "search.scheduler.reduction_factor=2", "search.space.data.batch_size=null",
@@ -98,7 +98,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, list[Record]
     search.save_config(CONFIG)
     search.write("status.json", {"state": "finished"})
     for number, values in enumerate(TRIALS):
-        run = lab.run(*BASE, *SPACE.overrides(values))
+        run = lab.run("scaling=in_process", *BASE, *SPACE.overrides(values))
         shutil.move(run.path, trial_dir(search, number).path)
         records.append(recorded(number, trial_dir(search, number), values))
     records[2].state = STOPPED
@@ -531,7 +531,7 @@ def test_the_command_repeats_the_best(search: RunDir, records: list[Record], lab
     keys = [text.partition("=")[0] for text in given]
     assert len(keys) == len(set(keys)), "no setting twice"
     assert make_config(*given).optimizer["lr"] == first.values[LR]
-    run = lab.run(*given)
+    run = lab.run("scaling=in_process", *given)
     assert run.read("summary.json")["objective"]["value"] == first.value
 
 
@@ -555,7 +555,7 @@ def test_result_rows(search: RunDir, records: list[Record]) -> None:
     assert rows["epochs"] == "15 trained of at most 24"
     assert rows["extend"] == f"python train.py resume={search} search.num_samples=10"
     assert rows["evaluate"] == f"python scripts/evaluate.py run={search}"
-    assert rows["repeat best"].startswith("python train.py scaling=in_process")
+    assert rows["repeat best"].startswith("python train.py training.epochs=4")
     assert "resume" not in rows
     interrupted = dict(result_rows(search, CONFIG, SPACE, {**found, "refit": {}, "test": {}}, "interrupted", 1.0))
     assert interrupted["resume"] == f"python train.py resume={search}"
