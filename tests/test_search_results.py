@@ -507,7 +507,7 @@ def test_report(search: RunDir, records: list[Record]) -> None:
     text = (search.path / "search.md").read_text()
     first = min(records[:3], key=lambda record: record.value or 0)
     assert "2 finished, 1 stopped early, 3 failed: loss is NaN at step 12 (2 of them); 15 epochs trained" in text
-    assert "| `optimizer.lr` | `loguniform(0.0001, 0.1)` |" in text
+    assert "| `optimizer.lr` | `loguniform(1e-4, 1e-1)` |" in text
     assert "asha (grace_period 1, reduction_factor 2, brackets 1)" in text
     assert f"| 1 | {first.number} | {first.value:.4f} | 4 |" in text
     assert text.index("| 1 | ") < text.index("| 2 | ") < text.index("| 3 | ")
@@ -567,7 +567,7 @@ def test_result_rows(search: RunDir, records: list[Record]) -> None:
 def test_plan_rows() -> None:
     config, space = searched("training.epochs=8", "search.num_samples=16")
     rows = dict(plan_rows(config, space, "1 CPU", 3))
-    assert rows[LR] == "loguniform(0.0001, 0.1)"
+    assert rows[LR] == "loguniform(1e-4, 1e-1)"
     assert rows["model"] == "choice(mlp, cnn)"
     assert rows["trials"] == "16"
     assert rows["at once"] == "3 (6 waves)"
