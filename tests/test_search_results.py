@@ -29,6 +29,7 @@ from manta import arguments
 from manta.config import Config, Objective
 from manta.runs import RunDir, read_lines, writing
 from manta.search import best as best_module
+from manta.search import results
 from manta.search.best import best_of, publish_best
 from manta.search.record import STOPPED, Record, trial_dir
 from manta.search.report import plan_rows, result_rows, write_report
@@ -435,7 +436,7 @@ def test_logarithmic_domains_are_seen_on_their_scale() -> None:
     assert _feature(SPACE, "model.dropout", [None]) == [0.0]
 
 
-def test_when_nothing_can_be_told() -> None:
+def test_when_nothing_can_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
     objective = Objective("val/loss", "min")
     assert importance(SPACE, synthetic(5), objective) == {}
     same = synthetic(10)
@@ -443,10 +444,18 @@ def test_when_nothing_can_be_told() -> None:
         assert record.best is not None
         record.best["value"] = 1.0
     assert importance(SPACE, same, objective) == {}
+    chance, draw = synthetic(20), random.Random(2)
+    for record in chance:
+        assert record.best is not None
+        record.best["value"] = draw.random()
+    assert importance(SPACE, chance, objective) == {}
     broken = synthetic(10)
     assert broken[0].best is not None
     broken[0].best["values"] = {LR: "not a number"}
-    assert importance(SPACE, broken, objective) == {} or True  # whatever it says, it raises nothing
+    assert isinstance(importance(SPACE, broken, objective), dict)
+    broken[0].best["values"] = {"model": "gone"}
+    monkeypatch.setattr(results, "_importance", lambda *_: 1 / 0)
+    assert importance(SPACE, broken, objective) == {}, "it raises nothing"
 
 
 # --- refit, summary, report --------------------------------------------------------------------------------------

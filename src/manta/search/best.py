@@ -19,7 +19,7 @@ from manta.errors import FINISHED, INTERRUPTED, MantaError
 from manta.runs import META, RunDir, is_locked, link_or_copy, now, point
 from manta.search.record import Record, trial_dir
 from manta.search.results import trial_command
-from manta.search.space import Space
+from manta.search.space import FILE, Space
 
 BEST = "best"
 NEW, OLD = ".best-new", ".best-old"
@@ -28,7 +28,7 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 def is_search(run: RunDir) -> bool:
     """Whether this directory is a search's."""
-    return (run.path / "space.yaml").is_file()
+    return (run.path / FILE).is_file()
 
 
 def best_of(search: RunDir, key: str = "run") -> RunDir:

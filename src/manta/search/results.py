@@ -157,7 +157,7 @@ def importance(space: Space, records: list[Record], objective: Objective) -> dic
 
 
 def _importance(space: Space, records: list[Record]) -> dict[str, float]:
-    """Mean rise of the squared error on held-out trials, not below 0."""
+    """Mean rise of the squared error on held-out trials, not below 0; {} if guessing the mean does as well."""
     import numpy as np
     from scipy.stats import rankdata
     from sklearn.ensemble import RandomForestRegressor
@@ -168,13 +168,17 @@ def _importance(space: Space, records: list[Record]) -> dict[str, float]:
     names = settings(space)
     table = np.array([_feature(space, key, [row.get(key) for row in rows]) for key in names]).T
     ranks = rankdata([record.value for record in records]) / len(records)
-    rises = []
+    rises, error, of_mean = [], 0.0, 0.0
     for learn, held in KFold(5, shuffle=True, random_state=0).split(table):
         forest = RandomForestRegressor(50, random_state=0).fit(table[learn], ranks[learn])
         found = permutation_importance(
             forest, table[held], ranks[held], scoring="neg_mean_squared_error", n_repeats=5, random_state=0
         )
         rises.append(found.importances_mean)
+        error += ((forest.predict(table[held]) - ranks[held]) ** 2).sum()
+        of_mean += ((ranks[learn].mean() - ranks[held]) ** 2).sum()
+    if error >= of_mean:
+        return {}
     return {key: max(float(rise), 0.0) for key, rise in zip(names, np.mean(rises, axis=0), strict=True)}
 
 
