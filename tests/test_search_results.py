@@ -438,7 +438,10 @@ def test_logarithmic_domains_are_seen_on_their_scale() -> None:
 
 def test_when_nothing_can_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
     objective = Objective("val/loss", "min")
-    assert importance(SPACE, synthetic(5), objective) == {}
+    with monkeypatch.context() as patch:
+        patch.setattr(results, "_importance", lambda *_: {LR: 2.0, "model": 0.0})
+        assert importance(SPACE, synthetic(5), objective) == {}
+        assert importance(SPACE, synthetic(6), objective) == {LR: 1.0, "model": 0.0}
     same = synthetic(10)
     for record in same:
         assert record.best is not None
