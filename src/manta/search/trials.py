@@ -65,10 +65,13 @@ class Watched(NotPickled):
         if not self.study.silent and result["epoch"] <= self.study.records[number].epoch:
             return str(CONTINUE)  # repeated after a crash
         self._reported(number, result)
-        return self.told_again(controller, trial, result)
+        return self._decide(controller, trial, result)
 
     def told_again(self, controller: Any, trial: Trial, result: dict[str, Any]) -> str:
-        """Decide on a validation that the study has."""
+        """A validation of an earlier launch."""
+        return self._decide(controller, trial, result)
+
+    def _decide(self, controller: Any, trial: Trial, result: dict[str, Any]) -> str:
         decision = str(super().on_trial_result(controller, trial, result))  # type: ignore[misc]
         if decision != STOP:
             self.algorithm.reported(number_of(trial), result)

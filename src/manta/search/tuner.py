@@ -81,6 +81,8 @@ class Search:
         )
         self.slotted = (self.needs.num_workers > 1 or most is not None) and not shared
         limit = self.at_once if shared else None
+        if search.scheduler.get("name") in PAUSING:  # they compare trials side by side, so Tune is to have all of them
+            os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(search.num_samples or 1)
         self.trials = Trials(self.study, algorithm, self.scheduler, self._prepare, search.num_samples, limit)
         self._settled: set[tuple[int, str]] = set()
         self._began = self._written = self._active = time.monotonic()
