@@ -13,7 +13,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,74 +29,44 @@ from manta import arguments
 from manta.config import Config, Objective
 from manta.runs import RunDir, read_lines, writing
 from manta.search import best as best_module
+from manta.search import results
 from manta.search.best import best_of, publish_best
 from manta.search.record import STOPPED, Record, trial_dir
-from manta.search.report import failures, plan_rows, repeat_overrides, result_rows, write_report
-from manta.search.results import importance, refit_summary, summary, write_csv
+from manta.search.report import plan_rows, result_rows, write_report
+from manta.search.results import (
+    all_failed,
+    failures,
+    importance,
+    refit_summary,
+    repeat_overrides,
+    summary,
+    write_csv,
+)  # fmt: skip
 from manta.search.space import Space
 from manta.training.checkpoint import load_checkpoint
-from manta.view import View, table
-from tests.conftest import ROOT, Lab, make_config
+from manta.view import View
+from tests.conftest import ROOT, Lab, compose_run, make_config
 
-BASE = ("scaling=in_process", "training.epochs=4", "scheduler=constant", "seed=3", "training.precision=fp64",
+BASE = ("training.epochs=4", "scheduler=constant", "seed=3", "training.precision=fp64",
         "objective={metric: val/loss, mode: min}")  # fmt: skip
 LR, DROPOUT = "optimizer.lr", "model.choice.mlp.dropout"
+SEARCH = ("search=asha", "search.num_samples=5", "search.scheduler.reduction_factor=2", "search.space.data.batch_size=null",
+          "search.space.model={choice: {mlp: {dropout: 'uniform(0, 0.5)'}, cnn: {}}}")  # fmt: skip
 
 
-@dataclass
-class Listed:
-    """A domain."""
-
-    name: str
-    arguments: tuple[Any, ...]
-
-    @property
-    def values(self) -> list[Any] | None:
-        return list(self.arguments) if self.name in ("choice", "grid_search") else None
+def searched(*more: str) -> tuple[Config, Space]:
+    """The configuration of the search, and its space."""
+    config, _, space = compose_run(*BASE, "name=lrs", *SEARCH, *more)
+    assert space is not None
+    return config, space
 
 
-class Spaced(Space):
-    """A space that composes each configuration from the command line's words."""
-
-    def active(self, values: Any) -> dict[str, Any]:
-        found = {}
-        for key, value in values.items():
-            group, _, rest = key.partition(".choice.")
-            option, _, name = rest.partition(".")
-            if not rest or values[group] == option:
-                found[f"{group}.{name}" if rest else key] = value
-        return found
-
-    def overrides(self, values: Any) -> list[str]:
-        return [f"{key}={value}" for key, value in self.active(values).items()]
-
-    def config(self, values: Any) -> Config:
-        return make_config(*BASE, *self.overrides(values))
-
-
-SPACE: Any = Spaced(
-    {
-        "model": Listed("choice", ("mlp", "cnn")),
-        DROPOUT: Listed("uniform", (0, 0.5)),
-        LR: Listed("loguniform", (0.0001, 0.1)),
-    },  # type: ignore[arg-type]
-    {},
-)
+CONFIG, SPACE = searched()
 TRIALS: list[dict[str, Any]] = [
     {"model": "mlp", DROPOUT: 0.1, LR: 0.001},
     {"model": "mlp", DROPOUT: 0.0, LR: 0.02},  # its best epoch is not its last
     {"model": "cnn", DROPOUT: 0.3, LR: 0.0001},
 ]
-
-
-def searched(*more: str) -> Config:
-    """The configuration of the search."""
-    config = make_config(*BASE, "name=lrs", *more)
-    config.search.algorithm = {"name": "random"}
-    config.search.scheduler = {"name": "asha", "grace_period": 1, "reduction_factor": 2}
-    config.search.space = {"optimizer": {"lr": "loguniform(1e-4, 1e-1)"}}
-    config.search.num_samples = 5
-    return config
 
 
 def recorded(number: int, run: RunDir, values: dict[str, Any], **more: Any) -> Record:
@@ -116,14 +86,20 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, list[Record]
     folder = tmp_path_factory.mktemp("searched")
     search, lab, records = RunDir(folder / "search"), Lab(folder), []
     (search.path / "trials").mkdir(parents=True)
-    (search.path / "space.yaml").write_text("{}\n")
-    given = [*BASE, "name=lrs", "seed=4", "search=asha", "search.num_samples=5", "+search.space.optimizer.lr=loguniform(1e-4,1e-1)",
-             "search/scheduler=asha", "optimizer.lr=0.5"]  # fmt: skip
+    SPACE.save(search)
+    given = [
+        *BASE,
+        "name=lrs",
+        "seed=4",
+        *SEARCH,
+        "search.space.optimizer.lr=loguniform(1e-4,1e-1)",
+        "optimizer.lr=0.5",
+    ]
     (search.path / "overrides.txt").write_text(f"{shlex.join(given)}\n{shlex.join(['resume=x', 'seed=3'])}\n")
-    search.save_config(searched())
+    search.save_config(CONFIG)
     search.write("status.json", {"state": "finished"})
     for number, values in enumerate(TRIALS):
-        run = lab.run(*BASE, *SPACE.overrides(values))
+        run = lab.run("scaling=in_process", *BASE, *SPACE.overrides(values))
         shutil.move(run.path, trial_dir(search, number).path)
         records.append(recorded(number, trial_dir(search, number), values))
     records[2].state = STOPPED
@@ -154,10 +130,10 @@ def records(made: tuple[RunDir, list[Record]]) -> list[Record]:
 
 def test_trials_csv(search: RunDir, records: list[Record]) -> None:
     records[5].error = 'Traceback (most recent call last):\n  File x\nValueError: a, "b"'
-    write_csv(search, searched(), SPACE, records)
+    write_csv(search, CONFIG, SPACE, records)
     rows = pd.read_csv(search.path / "trials.csv")
     assert list(rows) == ["trial", "status", "val/loss", "val/accuracy", "train/epoch_loss", "best_epoch", "epochs",
-                          "time_s", "error", "directory", "model", "model.dropout", "optimizer.lr"]  # fmt: skip
+                          "time_s", "error", "directory", "optimizer.lr", "model", "model.dropout"]  # fmt: skip
     assert list(rows["trial"]) == [0, 1, 2, 3, 4, 5]
     assert list(rows["status"]) == ["finished", "finished", "stopped", "failed", "failed", "failed"]
     for record, (_, row) in zip(records[:3], rows.iterrows(), strict=False):
@@ -176,7 +152,7 @@ def test_trials_csv(search: RunDir, records: list[Record]) -> None:
 def test_values_of_the_best_not_the_latest(search: RunDir, records: list[Record]) -> None:
     """Under population based training a trial's values change."""
     records[0].values = {**TRIALS[0], LR: 0.09}
-    write_csv(search, searched(), SPACE, records)
+    write_csv(search, CONFIG, SPACE, records)
     assert pd.read_csv(search.path / "trials.csv")["optimizer.lr"][0] == TRIALS[0][LR]
 
 
@@ -273,6 +249,25 @@ def test_the_values_its_checkpoint_was_trained_with(search: RunDir, records: lis
     assert yaml.safe_load((run.path / "config.yaml").read_text())["optimizer"]["lr"] == 0.03
     assert run.read("summary.json")["values"][LR] == 0.03
     assert "optimizer.lr=0.03" in shlex.split((run.path / "overrides.txt").read_text())
+
+
+def test_a_best_that_an_exploit_renamed(search: RunDir, records: list[Record]) -> None:
+    """The trial's own best is kept under another name, and the step's is the donor's line now."""
+    best, checkpoints = records[1].best, trial_dir(search, 1).checkpoints
+    assert best is not None
+    step = checkpoints / f"step-{best['step']:08d}"
+    kept = step.rename(checkpoints / f"kept-1-{step.name}")
+    shutil.copytree(trial_dir(search, 0).checkpoints / "best", step)
+    meta = json.loads((step / "meta.json").read_text())
+    (step / "meta.json").write_text(json.dumps({**meta, "step": best["step"]}))
+    (checkpoints / "best").unlink()
+    (checkpoints / "best").symlink_to(kept.name)
+    assert publish_best(search, SPACE, records[1])
+    state = best_of(search).checkpoints / step.name / "state.pt"
+    assert state.stat().st_ino == (kept / "state.pt").stat().st_ino
+    (checkpoints / "best").unlink()
+    shutil.rmtree(search.path / "best")
+    assert not publish_best(search, SPACE, records[1])
 
 
 def test_a_checkpoint_that_is_gone_leaves_the_old_one(
@@ -441,18 +436,29 @@ def test_logarithmic_domains_are_seen_on_their_scale() -> None:
     assert _feature(SPACE, "model.dropout", [None]) == [0.0]
 
 
-def test_when_nothing_can_be_told() -> None:
+def test_when_nothing_can_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
     objective = Objective("val/loss", "min")
-    assert importance(SPACE, synthetic(5), objective) == {}
+    with monkeypatch.context() as patch:
+        patch.setattr(results, "_importance", lambda *_: {LR: 2.0, "model": 0.0})
+        assert importance(SPACE, synthetic(5), objective) == {}
+        assert importance(SPACE, synthetic(6), objective) == {LR: 1.0, "model": 0.0}
     same = synthetic(10)
     for record in same:
         assert record.best is not None
         record.best["value"] = 1.0
     assert importance(SPACE, same, objective) == {}
+    chance, draw = synthetic(20), random.Random(2)
+    for record in chance:
+        assert record.best is not None
+        record.best["value"] = draw.random()
+    assert importance(SPACE, chance, objective) == {}
     broken = synthetic(10)
     assert broken[0].best is not None
     broken[0].best["values"] = {LR: "not a number"}
-    assert importance(SPACE, broken, objective) == {} or True  # whatever it says, it raises nothing
+    assert isinstance(importance(SPACE, broken, objective), dict)
+    broken[0].best["values"] = {"model": "gone"}
+    monkeypatch.setattr(results, "_importance", lambda *_: 1 / 0)
+    assert importance(SPACE, broken, objective) == {}, "it raises nothing"
 
 
 # --- refit, summary, report --------------------------------------------------------------------------------------
@@ -479,7 +485,7 @@ def test_refit(search: RunDir) -> None:
 
 def test_summary(search: RunDir, records: list[Record]) -> None:
     first = min(records[:3], key=lambda record: record.value or 0)
-    found = summary(search, searched(), SPACE, records, refits(search, 2), {LR: 1.0}, "finished")
+    found = summary(search, CONFIG, SPACE, records, refits(search, 2), {LR: 1.0}, "finished")
     search.write("summary.json", found)
     assert search.read("summary.json") == found
     assert first.best is not None
@@ -494,12 +500,12 @@ def test_summary(search: RunDir, records: list[Record]) -> None:
 
 
 def test_summary_of_nothing(search: RunDir) -> None:
-    found = summary(search, searched(), SPACE, [], {}, {}, "interrupted")
+    found = summary(search, CONFIG, SPACE, [], {}, {}, "interrupted")
     assert (found["best"], found["objective"]["value"], found["test"], found["epochs"]) == (None, None, {}, 0)
-    write_report(search, searched(), SPACE, [], {}, {}, "interrupted")
+    write_report(search, CONFIG, SPACE, [], found)
     assert "None was validated." in (search.path / "search.md").read_text()
-    assert not {"best", "repeat best"} & dict(result_rows(search, searched(), SPACE, [], {}, "interrupted")).keys()
-    write_csv(search, searched(), SPACE, [])
+    assert not {"best", "repeat best"} & dict(result_rows(search, CONFIG, SPACE, found, "interrupted", 1.0)).keys()
+    write_csv(search, CONFIG, SPACE, [])
     assert len(pd.read_csv(search.path / "trials.csv")) == 0
 
 
@@ -508,12 +514,13 @@ def test_failures_are_grouped(records: list[Record]) -> None:
 
 
 def test_report(search: RunDir, records: list[Record]) -> None:
-    write_report(search, searched(), SPACE, records, refits(search, 3), {LR: 0.8, "model": 0.2}, "finished")
+    found = summary(search, CONFIG, SPACE, records, refits(search, 3), {LR: 0.8, "model": 0.2}, "finished")
+    write_report(search, CONFIG, SPACE, records, found)
     text = (search.path / "search.md").read_text()
     first = min(records[:3], key=lambda record: record.value or 0)
     assert "2 finished, 1 stopped early, 3 failed: loss is NaN at step 12 (2 of them); 15 epochs trained" in text
-    assert "| `optimizer.lr` | `loguniform(1e-4, 1e-1)` |" in text, "as it was written"
-    assert "asha (grace_period 1, reduction_factor 2)" in text
+    assert "| `optimizer.lr` | `loguniform(1e-4, 1e-1)` |" in text
+    assert "asha (grace_period 1, reduction_factor 2, brackets 1)" in text
     assert f"| 1 | {first.number} | {first.value:.4f} | 4 |" in text
     assert text.index("| 1 | ") < text.index("| 2 | ") < text.index("| 3 | ")
     assert "| `optimizer.lr` | 80% |" in text
@@ -527,7 +534,7 @@ def test_report(search: RunDir, records: list[Record]) -> None:
 
 def test_the_command_repeats_the_best(search: RunDir, records: list[Record], lab: Lab) -> None:
     first = min(records[:3], key=lambda record: record.value or 0)
-    write_report(search, searched(), SPACE, records, {}, {}, "finished")
+    write_report(search, CONFIG, SPACE, records, summary(search, CONFIG, SPACE, records, {}, {}, "finished"))
     text = (search.path / "search.md").read_text()
     (command,) = [line for line in text.splitlines() if line.startswith("python train.py")]
     given = shlex.split(command)[2:]
@@ -536,7 +543,7 @@ def test_the_command_repeats_the_best(search: RunDir, records: list[Record], lab
     keys = [text.partition("=")[0] for text in given]
     assert len(keys) == len(set(keys)), "no setting twice"
     assert make_config(*given).optimizer["lr"] == first.values[LR]
-    run = lab.run(*given)
+    run = lab.run("scaling=in_process", *given)
     assert run.read("summary.json")["objective"]["value"] == first.value
 
 
@@ -550,36 +557,66 @@ def test_a_search_from_an_experiment_is_switched_off(search: RunDir) -> None:
 
 
 def test_result_rows(search: RunDir, records: list[Record]) -> None:
-    rows = dict(result_rows(search, searched(), SPACE, records, refits(search, 3), "finished"))
+    found = summary(search, CONFIG, SPACE, records, refits(search, 3), {}, "finished")
+    rows = dict(result_rows(search, CONFIG, SPACE, found, "finished", 61.25))
     first = min(records[:3], key=lambda record: record.value or 0)
-    assert rows["best"].startswith(f"trial {first.number}: val/loss {first.value:.4f} in epoch ")
+    assert first.best is not None
+    assert rows["best"].startswith(f"trial {first.number}, epoch {first.best['epoch']}: val/loss {first.value:.4f}")
     assert "optimizer.lr=0." in rows["values"]
-    assert "±" in rows["test"]
+    assert "±" in rows["refit test"]
     assert rows["epochs"] == "15 trained of at most 24"
     assert rows["extend"] == f"python train.py resume={search} search.num_samples=10"
     assert rows["evaluate"] == f"python scripts/evaluate.py run={search}"
-    assert rows["repeat best"].startswith("python train.py scaling=in_process")
+    assert rows["repeat best"].startswith("python train.py training.epochs=4")
     assert "resume" not in rows
-    interrupted = dict(result_rows(search, searched(), SPACE, records, {}, "interrupted"))
+    interrupted = dict(result_rows(search, CONFIG, SPACE, {**found, "refit": {}, "test": {}}, "interrupted", 1.0))
     assert interrupted["resume"] == f"python train.py resume={search}"
-    assert "extend" not in interrupted and "test" not in interrupted
-    table("Finished", list(rows.items()))
+    assert "extend" not in interrupted and "refit test" not in interrupted
+    assert rows["time"] == "61.2 s"
+    assert "values" not in dict(result_rows(search, CONFIG, SPACE, {}, "interrupted", 1.0)), "killed before the end"
 
 
 def test_plan_rows() -> None:
-    config = searched("training.epochs=8")
-    rows = dict(plan_rows(config, SPACE, 16, "1 CPU", 3))
+    config, space = searched("training.epochs=8", "search.num_samples=16")
+    rows = dict(plan_rows(config, space, "1 CPU", 3))
     assert rows[LR] == "loguniform(1e-4, 1e-1)"
     assert rows["model"] == "choice(mlp, cnn)"
     assert rows["trials"] == "16"
     assert rows["at once"] == "3 (6 waves)"
     # Rungs at 1, 2, 4, 8 epochs: 16 trials train 1 each, 8 one more, 4 two more, 2 four more.
     assert rows["epochs"] == "16 x 8 = 128 at most; about 40 with successive halving"
-    config.search.scheduler = {}
-    config.search.refit = False
-    rows = dict(plan_rows(config, SPACE, None, "1 CPU", 3))
-    assert rows["trials"] == "as many as the time allows"
+    config, space = compose_run(
+        "search=random", "search.num_samples=null", "search.time_budget_s=60", "search.refit=false"
+    )[::2]
+    assert space is not None
+    rows = dict(plan_rows(config, space, "1 CPU", 3))
+    assert rows["trials"] == "as many as the time allows, 60 s at most"
+    assert rows["scheduler"].startswith("none")
     assert "epochs" not in rows and "refit" not in rows
+    config, _, grid = compose_run("search=grid", "training.epochs=2")
+    assert grid is not None
+    rows = dict(plan_rows(config, grid, "1 CPU", 3))
+    assert rows["trials"] == str(len(grid.grid()))
+
+
+def test_all_failed(records: list[Record]) -> None:
+    assert all_failed(records[3:5]) == "No trial was validated. All 2 failed with: loss is NaN at step 12"
+    assert "2 of 3 failed with" in all_failed(records[3:])
+
+
+def test_what_population_based_training_did(search: RunDir, records: list[Record]) -> None:
+    """It is shown, and no command claims to repeat it."""
+    records[1].exploits = [{"donor": 0, "epoch": 2, "values": {**TRIALS[1], LR: 0.03}}]
+    found = summary(search, CONFIG, SPACE, records, {}, {}, "finished")
+    found["test"] = {"test/accuracy": 0.5}
+    assert found["repeat_command"] is None
+    write_report(search, CONFIG, SPACE, records, found)
+    text = (search.path / "search.md").read_text()
+    assert "| 2 | 0 | model=mlp  model.dropout=0  optimizer.lr=0.03 |" in text
+    assert "| test/accuracy | 0.5000 |" in text
+    assert "Repeat" not in text
+    rows = dict(result_rows(search, CONFIG, SPACE, found, "finished", 1.0))
+    assert rows["test"] == "test/accuracy 0.5000" and "repeat best" not in rows
 
 
 # --- the view ----------------------------------------------------------------------------------------------------
@@ -601,7 +638,7 @@ def screen(view: View) -> str:
 
 
 def test_lines_without_a_terminal(records: list[Record], tmp_path: Path) -> None:
-    with shown(tmp_path) as view, view.search_progress(searched(), SPACE, 6, known=records[:1]):
+    with shown(tmp_path) as view, view.search_progress(CONFIG, SPACE, 6, known=records[:1]):
         running = [replace(records[1], state="running"), replace(records[2], state="running")]
         view.trials([records[0], *running], running, 0, 60)
         assert screen(view) == "", "nothing has ended since"
@@ -626,7 +663,7 @@ def test_lines_without_a_terminal(records: list[Record], tmp_path: Path) -> None
 
 def test_the_table_on_a_terminal(records: list[Record], tmp_path: Path) -> None:
     running = [Record(6 + number, TRIALS[number % 3], epoch=number) for number in range(10)]
-    with shown(tmp_path, width=150) as view, view.search_progress(searched(), SPACE, 40):
+    with shown(tmp_path, width=150) as view, view.search_progress(CONFIG, SPACE, 40):
         view.trials([*records, *running], running, 2, 200.4)
         time.sleep(0.5)
         best = min(records[:3], key=lambda record: record.value or 0)
@@ -650,7 +687,7 @@ def test_one_table_whatever_the_width(records: list[Record], tmp_path: Path) -> 
     """A line that the terminal itself would break moves everything that is drawn after it."""
     running = [Record(6, TRIALS[0], epoch=2), Record(7, TRIALS[2], epoch=3)]
     with shown(tmp_path, width=40) as view:
-        with view.search_progress(searched(), SPACE, None):
+        with view.search_progress(CONFIG, SPACE, None):
             for turn in range(3):
                 view.trials([*records[:3], *running[: turn + 1]], running[: turn + 1], 0, 10.0 * turn)
                 view.say(f"line {turn} in between")

@@ -142,7 +142,6 @@ class Launch:
         """Many runs."""
         from manta.config import from_hydra
         from manta.search.report import plan_rows, result_rows
-        from manta.search.study import records_of
 
         config, space = self.config, self.space
         assert space is not None
@@ -153,13 +152,11 @@ class Launch:
 
         def rows(needs: Needs, nodes: list[plan.Node]) -> Rows:
             at_once = min(plan.trials_at_once(needs, nodes), config.search.max_concurrent_trials or 10_000)
-            trials = len(space.grid()) if config.search.algorithm["name"] == "grid" else config.search.num_samples
-            return [*outline.rows, *plan_rows(config, space, trials, str(needs), at_once)]
+            return [*outline.rows, *plan_rows(config, space, str(needs), at_once)]
 
         def result(run: RunDir, state: str, seconds: float) -> Any:
-            records, refit = records_of(run, config.objective), run.read("summary.json").get("refit", {})
-            rows = [*result_rows(run, config, space, records, refit, state), ("time", f"{seconds:.1f} s")]
-            return table(_TITLES[state], rows)
+            found = run.read("summary.json")
+            return table(_TITLES[state], result_rows(run, config, space, found, state, seconds))
 
         if needs is not None and config.plan:
             return self.run(rows(needs, [plan.local_node(config.cluster)]), lambda run: "", result, nullcontext)

@@ -18,7 +18,8 @@ from manta import runs
 from manta.errors import FINISHED, INTERRUPTED, MantaError
 from manta.runs import META, RunDir, is_locked, link_or_copy, now, point
 from manta.search.record import Record, trial_dir
-from manta.search.space import Space
+from manta.search.results import trial_command
+from manta.search.space import FILE, Space
 
 BEST = "best"
 NEW, OLD = ".best-new", ".best-old"
@@ -27,7 +28,7 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 def is_search(run: RunDir) -> bool:
     """Whether this directory is a search's."""
-    return (run.path / "space.yaml").is_file()
+    return (run.path / FILE).is_file()
 
 
 def best_of(search: RunDir, key: str = "run") -> RunDir:
@@ -61,11 +62,11 @@ def publish_best(search: RunDir, space: Space, record: Record) -> bool:
         return True
     if is_locked(here):
         return False
-    checkpoint = trial_dir(search, record.number).checkpoints / f"step-{record.best['step']:08d}"
+    target = new.checkpoints / f"step-{record.best['step']:08d}"
     for attempt in range(3):  # its writer may be about to rename it into place
         _discard(new.path)
         try:
-            meta = _copy_checkpoint(checkpoint, new.checkpoints / checkpoint.name)
+            meta = _copy_checkpoint(trial_dir(search, record.number), record.best, target)
             break
         except FileNotFoundError:
             time.sleep(0.05 * (attempt < 2))
@@ -73,19 +74,24 @@ def publish_best(search: RunDir, space: Space, record: Record) -> bool:
         _discard(new.path)
         return False
     for name in ("best", "last"):
-        point(new.checkpoints / name, checkpoint.name)
-    point(new.path / "checkpoint", f"checkpoints/{checkpoint.name}")
+        point(new.checkpoints / name, target.name)
+    point(new.path / "checkpoint", f"checkpoints/{target.name}")
     _copy_files(search, space, record, meta, new)
     _replace(new.path, here.path)
     return True
 
 
-def _copy_checkpoint(source: Path, target: Path) -> dict[str, Any]:
-    """All files of a checkpoint under further names; its meta.json.
+def _copy_checkpoint(trial: RunDir, best: dict[str, Any], target: Path) -> dict[str, Any]:
+    """All files of a trial's best checkpoint under further names; its meta.json.
 
     Raises:
         FileNotFoundError: it is not there, or was retired meanwhile.
     """
+    source = trial.checkpoints / f"step-{best['step']:08d}"
+    if not _is(source, best):  # an exploit gives it another name, and its own to a checkpoint of the donor's line
+        source = (trial.checkpoints / "best").resolve()
+    if not _is(source, best):
+        raise FileNotFoundError(source)
     for path in [source / META, *(path for path in source.rglob("*") if path.is_file() and path.name != META)]:
         copy = target / path.relative_to(source)
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -97,16 +103,23 @@ def _copy_checkpoint(source: Path, target: Path) -> dict[str, Any]:
     return meta
 
 
+def _is(checkpoint: Path, best: dict[str, Any]) -> bool:
+    """Whether a checkpoint is the one of this validation."""
+    try:
+        meta = json.loads((checkpoint / META).read_text())
+    except FileNotFoundError:
+        return False
+    return meta["step"] == best["step"] and best["value"] in meta["metrics"].values()
+
+
 def _copy_files(search: RunDir, space: Space, record: Record, meta: dict[str, Any], new: RunDir) -> None:
     """What else makes a run directory, as it was when the checkpoint was written."""
-    from manta.search.report import repeat_overrides
-
     best, trial = record.best or {}, trial_dir(search, record.number)
     if record.exploits or not (trial.path / "config.yaml").is_file():  # the trial's own has the latest values
         new.save_config(space.config(best["values"]))
     else:
         shutil.copyfile(trial.path / "config.yaml", new.path / "config.yaml")
-    (new.path / "overrides.txt").write_text(shlex.join(repeat_overrides(search, space, best["values"])) + "\n")
+    (new.path / "overrides.txt").write_text(trial_command(search, space, best["values"]) + "\n")
     for name in ("provenance.json", "uncommitted.diff", "workers.json"):
         source = next((run.path / name for run in (trial, search) if (run.path / name).is_file()), None)
         if source is not None:

@@ -15,6 +15,7 @@ import yaml
 from manta import runs
 from manta.config import Config, Objective
 from manta.runs import RunDir, finite
+from manta.search.domains import split_key
 from manta.search.record import STOPPED, Record, ranked, trial_dir
 from manta.search.space import Space
 
@@ -24,7 +25,7 @@ FEWEST_TRIALS = 6  # below, what mattered is noise
 
 def setting(key: str) -> str:
     """The setting that a searched key sets: `model.dropout` of `model.choice.mlp.dropout`."""
-    return re.sub(r"\.choice\.[^.]+", "", key)
+    return split_key(key)[0]
 
 
 def settings(space: Space) -> list[str]:
@@ -43,10 +44,34 @@ def counts(records: list[Record]) -> dict[str, int]:
     return {state: found[state] for state in STATES}
 
 
+def best_values(records: list[Record], config: Config) -> dict[str, Any]:
+    """The values of the best trial, by flat key."""
+    return values_of(ranked(records, config.objective.mode)[0])
+
+
 def one_line(error: str | None) -> str:
     """What an error says: of a traceback the last line."""
     lines = (error or "").strip().splitlines()
     return " ".join(" ".join(lines[-1:] if lines and lines[0].startswith("Traceback") else lines).split())
+
+
+def failures(records: list[Record]) -> list[tuple[str, int]]:
+    """(message, how many trials), the commonest first; messages that differ only in numbers count as one."""
+    groups: dict[str, list[str]] = {}
+    for record in records:
+        if record.state == runs.FAILED:
+            message = one_line(record.error) or "no message"
+            groups.setdefault(re.sub(r"\d+([.e+-]+\d+)*", "#", message), []).append(message)
+    return [(group[0], len(group)) for group in sorted(groups.values(), key=len, reverse=True)]
+
+
+def all_failed(records: list[Record]) -> str:
+    """Why a search has no result, in words."""
+    common = failures(records)
+    if not common:
+        return f"None of the {len(records)} trials was validated."
+    how_many = "All" if common[0][1] == len(records) else f"{common[0][1]} of"
+    return f"No trial was validated. {how_many} {len(records)} failed with: {common[0][0]}"
 
 
 # --- trials.csv --------------------------------------------------------------------------------------------------
@@ -77,6 +102,41 @@ def _cell(value: Any) -> Any:
     return value if isinstance(value, int | float | str) and not isinstance(value, bool) else json.dumps(value)
 
 
+# --- to repeat a trial -------------------------------------------------------------------------------------------
+
+
+def repeat_overrides(search: RunDir, space: Space, values: dict[str, Any], *more: str) -> list[str]:
+    """What `python train.py` needs to train these values as a plain run: the search's own overrides without the search.
+
+    Of what is set more than once (by a resume) the latest counts; `more` comes last.
+    """
+    path = search.path / "overrides.txt"
+    given = shlex.split(path.read_text() if path.is_file() else "")
+    of_search = [text for text in given if re.match(r"search($|[./])", _key(text))]
+    no_search = [] if of_search else ["search=none"]  # it came with an experiment
+    wanted = [*(text for text in given if text not in of_search), *no_search, *space.overrides(values), *more]
+    kept: dict[str, str] = {}
+    for text in wanted:
+        kept.pop(_key(text), None)  # the latest at its own place: groups before what is set in them
+        kept[_key(text)] = text
+    return [text for key, text in kept.items() if key not in ("resume", "plan", "traceback")]
+
+
+def trial_command(search: RunDir, space: Space, values: dict[str, Any], *more: str) -> str:
+    """The same as a line of overrides.txt."""
+    return shlex.join(repeat_overrides(search, space, values, *more))
+
+
+def repeat_command(search: RunDir, space: Space, record: Record) -> str | None:
+    """None under population based training, where no single configuration repeats what a trial went through."""
+    return None if record.exploits else f"python train.py {trial_command(search, space, values_of(record))}"
+
+
+def _key(override: str) -> str:
+    """The setting or group that an override sets."""
+    return re.split("[=@]", override.lstrip("+~"), maxsplit=1)[0]
+
+
 # --- what mattered -----------------------------------------------------------------------------------------------
 
 
@@ -97,7 +157,7 @@ def importance(space: Space, records: list[Record], objective: Objective) -> dic
 
 
 def _importance(space: Space, records: list[Record]) -> dict[str, float]:
-    """Mean rise of the squared error on held-out trials, not below 0."""
+    """Mean rise of the squared error on held-out trials, not below 0; {} if guessing the mean does as well."""
     import numpy as np
     from scipy.stats import rankdata
     from sklearn.ensemble import RandomForestRegressor
@@ -108,13 +168,17 @@ def _importance(space: Space, records: list[Record]) -> dict[str, float]:
     names = settings(space)
     table = np.array([_feature(space, key, [row.get(key) for row in rows]) for key in names]).T
     ranks = rankdata([record.value for record in records]) / len(records)
-    rises = []
+    rises, error, of_mean = [], 0.0, 0.0
     for learn, held in KFold(5, shuffle=True, random_state=0).split(table):
         forest = RandomForestRegressor(50, random_state=0).fit(table[learn], ranks[learn])
         found = permutation_importance(
             forest, table[held], ranks[held], scoring="neg_mean_squared_error", n_repeats=5, random_state=0
         )
         rises.append(found.importances_mean)
+        error += ((forest.predict(table[held]) - ranks[held]) ** 2).sum()
+        of_mean += ((ranks[learn].mean() - ranks[held]) ** 2).sum()
+    if error >= of_mean:
+        return {}
     return {key: max(float(rise), 0.0) for key, rise in zip(names, np.mean(rises, axis=0), strict=True)}
 
 
@@ -126,7 +190,7 @@ def _feature(space: Space, name: str, column: list[Any]) -> list[float]:
     domains = [domain for key, domain in space.domains.items() if setting(key) == name]
     present = [value for value in column if value is not None]
     if all(isinstance(value, int | float) and not isinstance(value, bool) for value in present):
-        logarithmic = any("log" in domain.name for domain in domains) and min(present, default=0) > 0
+        logarithmic = any(domain.is_logarithmic for domain in domains) and min(present, default=0) > 0
         column = [value if value is None else math.log(value) if logarithmic else float(value) for value in column]
     else:
         listed = [option for domain in domains for option in domain.values or []]
@@ -181,6 +245,7 @@ def summary(
     """
     first = next(iter(ranked(records, config.objective.mode)), None)
     best = None if first is None else first.best
+    found = {"trial": first.number, "values": space.active(best["values"])} if first and best else {}
     return {
         "state": state,
         "objective": {
@@ -191,17 +256,19 @@ def summary(
         "metrics": best["metrics"] if best else {},
         "best": best
         and {
-            "trial": first and first.number,
+            "trial": found["trial"],
             "epoch": best["epoch"],
             "step": best["step"],
             "checkpoint": "best/checkpoint",
             "metrics": best["metrics"],
-            "values": space.active(best["values"]),
+            "values": found["values"],
         },
         "test": {key: spread["mean"] for key, spread in refit.get("test", {}).items()},
         "refit": refit,
         "trials": counts(records),
+        "failures": [{"message": message, "trials": count} for message, count in failures(records)],
         "epochs": sum(record.epochs for record in records),
         "importance": importances,
         "resume_command": f"python train.py resume={shlex.quote(str(search))}",
+        "repeat_command": repeat_command(search, space, first) if first else None,
     }

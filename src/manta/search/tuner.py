@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import random
-import shlex
 import shutil
 import threading
 import time
@@ -119,8 +118,7 @@ class Search:
         state = runs.INTERRUPTED if self.interrupted else runs.FINISHED
         self._conclude(refit, state if best is not None else runs.FAILED)
         if best is None and not self.interrupted:
-            ((message, count), *_) = report.failures(records) or [("no trial was started", 0)]
-            raise MantaError(f"All {len(records)} trials failed, {count} of them with: {message}", code=FAILED)
+            raise MantaError(results.all_failed(records), code=FAILED)
         return state
 
     def _conclude(self, refit: "Refit", state: str) -> None:
@@ -132,7 +130,7 @@ class Search:
         if refit.test:
             summary["test"] = refit.test
         self.run.write("summary.json", summary)
-        report.write_report(self.run, self.config, self.space, records, found, importances, state)
+        report.write_report(self.run, self.config, self.space, records, summary)
 
     def ask_to_stop(self) -> None:
         self.interrupted = True
@@ -322,11 +320,11 @@ class Refit:
     def _prepare(self, run: RunDir, seed: int, best: Record) -> None:
         search = self.search
         run.path.mkdir(parents=True, exist_ok=True)
-        run.save_config(search.trial_config(best.best["values"] if best.best else best.values, seed=seed))
+        run.save_config(search.trial_config(results.values_of(best), seed=seed))
         if not (run.path / "status.json").is_file():
             run.write("status.json", {**search.run.read("status.json"), "attempts": 0})
             shutil.copy2(search.run.path / "provenance.json", run.path)
-        write_overrides(search.run, run, search.space, best.values, f"seed={seed}")
+        write_overrides(search.run, run, search.space, results.values_of(best), f"seed={seed}")
 
     def _tuner(self, wanted: list[RunDir]) -> tune.Tuner:
         search = self.search
@@ -391,5 +389,4 @@ def _measure(run: RunDir, config: Config, checkpoint: Path, use_gpu: bool) -> di
 
 def write_overrides(search: RunDir, trial: RunDir, space: Space, values: dict[str, Any], *more: str) -> None:
     """overrides.txt of a trial: what repeats it as a run of its own."""
-    line = shlex.join([*report.repeat_overrides(search, space, values), *more])
-    (trial.path / "overrides.txt").write_text(f"{line}\n")
+    (trial.path / "overrides.txt").write_text(results.trial_command(search, space, values, *more) + "\n")
