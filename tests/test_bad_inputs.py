@@ -139,6 +139,9 @@ COMMANDS = [
     Bad("experiment=tuned", ("search.space.model.choice.mlp.depth", "model=mlp has no setting model.depth"),
         files={"conf/experiment/tuned.yaml": "# @package _global_\ndefaults:\n  - override /search: random\nsearch:\n  space:\n"
                "    model.choice.mlp.depth: randint(1, 5)\n    model.choice.cnn: {}\n"}),
+    Bad("search=random data.micro_batch_size=32 'search.space.data=choice(digits,tiny)' search.space.data.batch_size=null",
+        ("search.space with data=tiny", "data.micro_batch_size=32", "data.batch_size=8"),
+        files={"conf/data/tiny.yaml": "defaults: [digits]\nbatch_size: 8\n"}),
     Bad("search=asha search/space=mine", ("search.space.optimizer.lr is given twice", "leave one out"),
         files={"conf/search/space/mine.yaml": "optimizer.lr: uniform(0.1, 1)\noptimizer: {lr: 'choice(1, 2)'}\n"}),
     # files
@@ -156,6 +159,10 @@ COMMANDS = [
     Bad("", (".env cannot be read",), files={".env": None}),
 ]  # fmt: skip
 
+FIFTY = ", ".join(map(str, range(1, 51)))
+MANY = " ".join(
+    f"'++search.space.{key}=\"grid_search({FIFTY})\"'" for key in ("seed", "optimizer.lr", "data.batch_size")
+)
 VALUES = [
     Bad("seed=4294967296", ("seed=4294967296", "<= 4294967295")),
     Bad("data.batch_size=0", ("data.batch_size=0", ">= 1")),
@@ -241,7 +248,7 @@ VALUES = [
     Bad("search=grid search.num_samples=8", ("search.num_samples=8", "6 combinations", "search.num_samples=null")),
     Bad("search=grid search/space=default", ("optimizer.lr=loguniform(1e-4, 1e-1)", "grid_search(0.0001, 0.1)", "search/algorithm=random")),
     Bad("search=grid 'search.points_to_evaluate=[{seed: 1}]'", ("search.points_to_evaluate", "Leave it out")),
-    Bad("search=grid '++search.space.seed=\"choice(' + ",".join(map(str, range(20000))) + ')\"\'', ("120,000 combinations",)),
+    Bad("search=grid search/space=none " + MANY, ("125,000 combinations, too many", "search/algorithm=random")),
     Bad("search=random search/space=grid", ("grid_search(32, 128) is for search/algorithm=grid", "'choice(32, 128)'")),
     Bad("search=bayesopt search/space=default", ("choice(32, 64, 128): search/algorithm=bayesopt", "uniform(0.0001, 0.1)")),
     Bad("search=optuna '++search.space.optimizer.lr=\"randn(1, 0.1)\"'", ("knows no normal distributions", "hyperopt")),

@@ -1,7 +1,8 @@
 """The space of a search: domains are read, checked against the configuration, and applied to it."""
 
 import itertools
-import time
+import timeit
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -310,13 +311,15 @@ def test_values_that_do_not_go_together() -> None:
 
 
 def test_a_configuration_is_quick() -> None:
+    """A fraction of what composing it takes (about 10 ms)."""
     space = space_of("search.space.optimizer.lr=uniform(0.1, 1)")
-    best = float("inf")
-    for lr in (0.1, 0.2, 0.3, 0.4, 0.5):
-        start = time.perf_counter()
-        space.config({"optimizer.lr": lr})
-        best = min(best, time.perf_counter() - start)
-    assert best < 0.03
+
+    def quickest(work: Callable[[], Any]) -> float:
+        return min(timeit.repeat(work, number=1, repeat=7))
+
+    assert quickest(lambda: space.config({"optimizer.lr": 0.5})) < 0.5 * quickest(
+        lambda: make_config("optimizer.lr=0.5")
+    )
 
 
 # --- grids

@@ -23,6 +23,7 @@ from manta.schema import expected
 from manta.search.domains import Domain, parse, split_key
 
 FILE = "space.yaml"
+BROKEN = (yaml.YAMLError, OmegaConfBaseException)
 
 
 @dataclass
@@ -109,15 +110,7 @@ class Space:
             bases = {
                 key: OmegaConf.merge(OmegaConf.structured(Config), base, now) for key, base in content["bases"].items()
             }
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            yaml.YAMLError,
-            OmegaConfBaseException,
-        ) as error:
+        except (MantaError, OSError, ValueError, LookupError, TypeError, AttributeError, *BROKEN) as error:
             raise MantaError(f"{path} cannot be read, so the search cannot continue: {error}") from error
         return Space(domains, bases, content["points"])  # type: ignore[arg-type]
 
