@@ -269,6 +269,7 @@ def test_two_groups() -> None:
         f"model={m},optimizer={o}" for m, o in itertools.product(("mlp", "cnn"), ("sgd", "adamw"))
     ]
     assert space.config({"optimizer": "sgd", "model": "cnn"}) == make_config("model=cnn", "optimizer=sgd")
+    assert space.configs()["model=mlp,optimizer=sgd"] == make_config("optimizer=sgd")
 
 
 def test_settings_of_one_option() -> None:
@@ -439,10 +440,6 @@ def test_a_bad_space_is_refused(key: str, domain: str, says: str) -> None:
             "search.space.model.choice.mlp.hidden",
         ),
         (("search.space={model: choice(mlp, vit), optimizer: uniform(0)}",), "lacks upper"),
-        (
-            ("search.space.data=choice(digits, image_folder)",),
-            "search.space with data=image_folder: data.num_classes=???",
-        ),
         ((CONDITIONAL, "search.space.model.choice.cnn.hidden=choice(a, b)"), "model.hidden must be a whole number"),
         (("search.space.seed=uniform(0)", "search.space.name=choice(a, b)"), "2 problems"),
     ],

@@ -135,6 +135,8 @@ def explain(error: Exception, arguments: Sequence[str], conf: Path) -> MantaErro
                 options = ", ".join(known.groups[o.key_or_group])
                 return MantaError(f"{o.input_line}: a group has one of its options, {options}.")
     if isinstance(error, MissingConfigException):
+        group = (error.missing_cfg_file or "").rpartition("/")[0]
+        culprit = next((o for o in overrides if o.key_or_group == group), culprit)
         return MantaError(_no_such_file(error, culprit, arguments, known))
     if culprit is None or (re.match("In '", text) and "full_key" in text):
         return MantaError(_in_a_file(text, known))
