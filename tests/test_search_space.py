@@ -252,6 +252,11 @@ def test_values_become_a_configuration() -> None:
     assert space.overrides({"optimizer.lr": 0.01, "data.batch_size": 32}) == ["optimizer.lr=0.01", "data.batch_size=32"]
 
 
+def test_an_argument_without_a_type_takes_any_value() -> None:
+    space = space_of("optimizer=muon", "search.space.optimizer.adjust_lr_fn=choice(original, match_rms_adamw)")
+    assert space.config({"optimizer.adjust_lr_fn": "original"}).optimizer["adjust_lr_fn"] == "original"
+
+
 def test_references_follow_a_searched_value() -> None:
     space = space_of("search.space.data.num_classes=choice(10, 20)")
     assert space.config({"data.num_classes": 20}).model["num_classes"] == 20
