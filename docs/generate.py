@@ -18,6 +18,7 @@ import yaml
 from omegaconf import MISSING
 
 from manta import config as schema
+from manta.search import settings
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
@@ -69,6 +70,17 @@ def _settings(prefix: str, owner: type) -> Iterator[str]:
         yield f"### {key}\n"
         yield f"{inspect.cleandoc(inner.__doc__ or '')}\n"
         yield from _settings(f"{key}.", inner)
+        if inner is schema.Search:
+            yield from _arguments("algorithm", settings.ALGORITHMS)
+            yield from _arguments("scheduler", settings.SCHEDULERS)
+
+
+def _arguments(part: str, known: dict[str, type]) -> Iterator[str]:
+    """The arguments of what a search is made of, one section for each."""
+    for name, owner in known.items():
+        yield f"### search/{part}={name}\n"
+        yield f"{inspect.cleandoc(owner.__doc__ or '')}\n"
+        yield from _settings(f"search.{part}.", owner)
 
 
 def _field_help(owner: type) -> dict[str, str]:
@@ -113,10 +125,14 @@ def _groups() -> Iterator[str]:
     yield "What each `GROUP=OPTION` can be; `*` marks the default. An option is a file, `conf/GROUP/OPTION.yaml`.\n"
     chosen = _chosen()
     rows = []
-    for folder in sorted(path for path in (ROOT / "conf").iterdir() if path.is_dir() and path.name != "local"):
+    conf = ROOT / "conf"
+    for folder in sorted(
+        path for path in conf.rglob("*") if path.is_dir() and path.relative_to(conf).parts[0] != "local"
+    ):
+        group = folder.relative_to(conf).as_posix()
         for file in sorted(folder.glob("*.yaml")):
-            mark = " *" if chosen.get(folder.name) == file.stem else ""
-            rows.append((f"`{folder.name}={file.stem}`{mark}", _about(file), _values(file)))
+            mark = " *" if chosen.get(group) == file.stem else ""
+            rows.append((f"`{group}={file.stem}`{mark}", _about(file), _values(file)))
     yield _table(("option", "what it is", "what it sets"), rows)
 
 

@@ -111,6 +111,39 @@ COMMANDS = [
     # multirun: every job gets its turn, and the first failure is the exit code
     Bad("-m model=mlp,mlpp storage.path=../sweep", ("model=mlpp does not exist", "model=mlp")),
     Bad("-m training.epochs=0,-1 storage.path=../sweep", ("training.epochs=0", "training.epochs=-1", ">= 1")),
+    # searches
+    Bad("search=ahsa", ("search=ahsa does not exist", "Did you mean search=asha?", "Try: python train.py search=asha")),
+    Bad("search=asha search/algorithm=optunaa", ("search/algorithm=optunaa", "Try: python train.py search=asha search/algorithm=optuna")),
+    Bad("search/space=null", ("search/space=null", "a group has one of its options", "none")),
+    Bad("'optimizer.lr=loguniform(1e-4,1e-1)'", ("below search.space", "search=random 'search.space.optimizer.lr=loguniform(1e-4,1e-1)'")),
+    Bad("'optimizer.lr=choice(0.1,0.2)'", ("Add -m", "search=random 'search.space.optimizer.lr=choice(0.1,0.2)'")),
+    Bad("search=asha '~search.space.data.bach_size'", ("search.space.data.bach_size", "search.space.data.batch_size")),
+    Bad("search=asha 'search.space.optimizer.lrr=uniform(0.1,1)'",
+        ("search.space.optimizer.lrr=uniform(0.1,1)", "Did you mean search.space.optimizer.lr?")),
+    Bad("search=asha 'search.space.modle=choice(mlp,cnn)'", ("search.space.modle", "Did you mean search.space.model?")),
+    Bad("search=asha 'search.space.model=choice(mlp,cn)'", ("search.space.model=choice(mlp,cn)", "Did you mean cnn?")),
+    Bad("search=asha 'search.space.optimizer.lr=loguni(1e-4, 1)'", ("optimizer.lr=loguni(1e-4, 1)", "Did you mean loguniform?")),
+    Bad("search=asha 'search.space.optimizer.lr=loguniform(0, 1)'", ("lower=0", "above 0", "Set lower=0.001")),
+    Bad("search=asha 'search.space.optimizer.lr=uniform(-1, 1)'", ("search.space.optimizer.lr=uniform(-1, 1)", "lr=-1.0", "> 0")),
+    Bad("search=asha 'search.space.data.batch_size=uniform(32, 64)'", ("data.batch_size must be a whole number", "randint(32, 65)")),
+    Bad("search=asha 'search.space.training.precision=choice(fp32, bf61)'", ("training.precision=bf61", "Did you mean training.precision=bf16?")),
+    Bad("search=asha search.space.seed=3", ("search.space.seed=3", "a value and no domain", "choice(32, 64)")),
+    Bad("search=asha 'search.space.scaling.num_workers=choice(1,2)'", ("search.space.scaling.num_workers", "speed", "Leave it out")),
+    Bad("search=asha 'search.space.training.test=choice(true,false)'", ("search.space.training.test", "test split")),
+    Bad("search=asha 'search.space.seed=uniform(0)' 'search.space.name=choice(a,b)'", ("2 problems", "lacks upper", "label")),
+    Bad("search=asha optimizer.lr=0.1", ("optimizer.lr=0.1 sets what", "search.space.optimizer.lr=null")),
+    Bad("search=asha search/space=none", ("search.space is empty", "search/space=default")),
+    Bad("search=asha 'search.points_to_evaluate=[{optimizer: {lr: 5}}]'",
+        ("search.points_to_evaluate[0]", "optimizer.lr=5", "loguniform(1e-4, 1e-1)")),
+    Bad("-m search=asha 'search.space.seed=choice(1)' storage.path=../sweep", ("search.space.seed=choice(1)", "has one value")),
+    Bad("experiment=tuned", ("search.space.model.choice.mlp.depth", "model=mlp has no setting model.depth"),
+        files={"conf/experiment/tuned.yaml": "# @package _global_\ndefaults:\n  - override /search: random\nsearch:\n  space:\n"
+               "    model.choice.mlp.depth: randint(1, 5)\n    model.choice.cnn: {}\n"}),
+    Bad("search=random data.micro_batch_size=32 'search.space.data=choice(digits,tiny)' search.space.data.batch_size=null",
+        ("search.space with data=tiny", "data.micro_batch_size=32", "data.batch_size=8"),
+        files={"conf/data/tiny.yaml": "defaults: [digits]\nbatch_size: 8\n"}),
+    Bad("search=asha search/space=mine", ("search.space.optimizer.lr is given twice", "leave one out"),
+        files={"conf/search/space/mine.yaml": "optimizer.lr: uniform(0.1, 1)\noptimizer: {lr: 'choice(1, 2)'}\n"}),
     # files
     Bad("experiment=broken", ("conf/experiment/broken.yaml", "trainig is not a setting", "Did you mean training?"),
         files={"conf/experiment/broken.yaml": "# @package _global_\ntrainig: {epochs: 3}\n"}),
@@ -126,6 +159,10 @@ COMMANDS = [
     Bad("", (".env cannot be read",), files={".env": None}),
 ]  # fmt: skip
 
+FIFTY = ", ".join(map(str, range(1, 51)))
+MANY = " ".join(
+    f"'++search.space.{key}=\"grid_search({FIFTY})\"'" for key in ("seed", "optimizer.lr", "data.batch_size")
+)
 VALUES = [
     Bad("seed=4294967296", ("seed=4294967296", "<= 4294967295")),
     Bad("data.batch_size=0", ("data.batch_size=0", ">= 1")),
@@ -190,6 +227,44 @@ VALUES = [
     Bad("storage.path=/dev/null/runs", ("storage.path=/dev/null/runs", "/dev/null is not a folder")),
     Bad("'storage.path=\"\"'", ("storage.path=''", "folder")),
     Bad("data.root=/dev/null", ("data.root=/dev/null", "not a readable folder")),
+    # searches: what is asked for
+    Bad("search.num_samples=8", ("search.num_samples=8 is for a search", "add search=random")),
+    Bad("'+search.space.optimizer.lr=3' search.refit=false", ("search.space.optimizer.lr=3 is", "search.refit=false is for a search")),
+    Bad("search/scheduler=asha", ("search/scheduler=asha is for a search", "search=asha")),
+    Bad("search=asha +search.algorithm.gamma=0.1", ("search.algorithm.gamma=0.1 is not an argument of random", "It takes none")),
+    Bad("search=asha +search.scheduler.max_time=3", ("search.scheduler.max_time=3 is not an argument of asha", "Did you mean search.scheduler.max_t?")),
+    Bad("search=asha search.scheduler.max_t=ten", ("search.scheduler.max_t=ten", "a whole number or null")),
+    Bad("search=asha search.scheduler.grace_period=1.5", ("search.scheduler.grace_period=1.5", "a whole number")),
+    Bad("search=pbt search.scheduler.synch=1", ("search.scheduler.synch=1", "true or false")),
+    Bad("search=asha search.scheduler.name=ahsa", ("search.scheduler.name=ahsa must be one of", "Did you mean search.scheduler.name=asha?")),
+    Bad("search=asha search.algorithm.name=rnd", ("search.algorithm.name=rnd must be one of random, grid",)),
+    Bad("search=asha search.algorithm.name=null", ("search.algorithm.name=null must be one of",)),
+    # how long
+    Bad("search=random search.num_samples=null", ("search.num_samples=null", "never end", "search.num_samples=20")),
+    Bad("search=asha search.scheduler.max_t=99", ("search.scheduler.max_t=99", "training.epochs=15", "max_t=null")),
+    Bad("search=asha search.scheduler.grace_period=16", ("search.scheduler.grace_period=16", "15 epochs")),
+    Bad("search=asha training.epochs=null training.max_steps=9", ("search.scheduler.max_t=null", "training.epochs=10")),
+    # which domains
+    Bad("search=grid search.num_samples=8", ("search.num_samples=8", "6 combinations", "search.num_samples=null")),
+    Bad("search=grid search/space=default", ("optimizer.lr=loguniform(1e-4, 1e-1)", "grid_search(0.0001, 0.1)", "search/algorithm=random")),
+    Bad("search=grid 'search.points_to_evaluate=[{seed: 1}]'", ("search.points_to_evaluate", "Leave it out")),
+    Bad("search=grid search/space=none " + MANY, ("125,000 combinations, too many", "search/algorithm=random")),
+    Bad("search=random search/space=grid", ("grid_search(32, 128) is for search/algorithm=grid", "'choice(32, 128)'")),
+    Bad("search=bayesopt search/space=default", ("choice(32, 64, 128): search/algorithm=bayesopt", "uniform(0.0001, 0.1)")),
+    Bad("search=optuna '++search.space.optimizer.lr=\"randn(1, 0.1)\"'", ("knows no normal distributions", "hyperopt")),
+    Bad("search=optuna '++search.space.optimizer.lr=\"qloguniform(0.1, 1, 0.1)\"'", ("would ignore q=0.1", "Set loguniform(0.1, 1)")),
+    Bad("search=bohb '++search.space.optimizer.lr=\"quniform(0.1, 1, 0.1)\"'", ("would ignore q=0.1", "Set uniform(0.1, 1)")),
+    # population based training
+    Bad("search=pbt search/algorithm=optuna", ("search/scheduler=pbt", "search/algorithm=optuna does not go", "search/algorithm=random")),
+    Bad("search=pbt search.num_samples=1", ("search.num_samples=1 is the population", "2 or more")),
+    Bad("search=pbt search/space=none '++search.space.seed=\"choice(1, 2)\"'", ("nothing that search/scheduler=pbt can change", "search/space=pbt")),
+    Bad("search=pb2 '++search.space.optimizer.lr=\"choice(0.1, 0.2)\"'", ("pb2 needs continuous bounds", "uniform(0.1, 0.2)")),
+    # what goes together
+    Bad("search=random search/scheduler=bohb", ("search/scheduler=bohb", "need each other", "search=bohb")),
+    Bad("search=bohb search/scheduler=none", ("search/algorithm=bohb", "search=bohb for both")),
+    Bad("search=asha scaling=in_process", ("scaling.num_workers=0", "on Ray", "scaling=auto")),
+    Bad("search=asha scaling=elastic", ("scaling.max_workers=2", "scaling.max_workers=null")),
+    Bad("search=asha training.profile=true", ("training.profile=true", "training.profile=false")),
 ]  # fmt: skip
 
 # What only the launch can know: the machine, the plug-ins, the data, the run to resume. {here} is the folder of a
@@ -245,6 +320,8 @@ LAUNCHES = [
     Bad(FOLDER + "imageless", ("data.root={here}/imageless", "a, b", ".png", "<class>/<image>")),
     Bad(FOLDER + "mismatch", ("data.root={here}/mismatch", "b only in train", "c only in val")),
     Bad(FOLDER + "images data.num_classes=3", ("data.num_classes=3", "has 2 classes (a, b)", "'data.num_classes=2'")),
+    # searches
+    Bad("search=bohb", ("search.algorithm.name=bohb needs hpbandster and ConfigSpace", "pip install -e '.[bohb]'")),
     # the run to resume
     Bad("resume={here}/nowhere", ("resume={here}/nowhere", "no such directory", "latest")),
     Bad("resume=latest", ("resume=latest", "there is no run under", "python train.py")),
@@ -311,6 +388,25 @@ EDGES: dict[str, tuple[list[Any], list[Any]]] = {
     "cluster.num_gpus": ([-1, 10001], [0, None]),
     "cluster.object_store_memory": ([75 * 2**20 - 1], [75 * 2**20, None]),
     "cluster.wait_s": ([-1.0], [0.0]),
+    "search.num_samples": ([0, 10**6 + 1], [1, None]),
+    "search.time_budget_s": ([0.0], [0.1, None]),
+    "search.max_concurrent_trials": ([0], [1, None]),
+    "search.seed": ([-1, 2**32], [0]),
+    "search.max_failures": ([-1], [0]),
+    "search.refit_seeds": ([0, 1001], [1]),
+    "search.algorithm.n_startup_trials": ([0], [1, None]),
+    "search.algorithm.n_initial_points": ([0], [1, None]),
+    "search.algorithm.gamma": ([0, 1.0], [0.5]),
+    "search.algorithm.random_search_steps": ([0], [1]),
+    "search.scheduler.max_t": ([0], [1, None]),
+    "search.scheduler.grace_period": ([0], [1]),
+    "search.scheduler.reduction_factor": ([1, 0.5], [1.5, 3]),
+    "search.scheduler.brackets": ([0], [1]),
+    "search.scheduler.min_samples_required": ([0], [1]),
+    "search.scheduler.perturbation_interval": ([0], [1]),
+    "search.scheduler.burn_in_period": ([-1], [0]),
+    "search.scheduler.quantile_fraction": ([0, 0.51], [0.5]),
+    "search.scheduler.resample_probability": ([-0.1, 1.1], [0, 1]),
 }
 
 

@@ -19,6 +19,7 @@ from manta.config import Config, from_hydra, register
 from manta.env import load_env_file
 from manta.errors import MantaError, suggest
 from manta.schema import expected, help_texts, paths_of, unknown_keys
+from manta.search.settings import ALGORITHMS, SCHEDULERS
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 
@@ -35,8 +36,10 @@ def composed(*overrides: str) -> DictConfig:
 
 def options() -> Iterator[str]:
     """Every option of every group, as an override."""
-    for folder in sorted(path for path in CONF.iterdir() if path.is_dir() and path.name not in ("hydra", "local")):
-        yield from (f"{folder.name}={file.stem}" for file in sorted(folder.glob("*.yaml")))
+    for folder in sorted(path for path in CONF.rglob("*") if path.is_dir()):
+        group = folder.relative_to(CONF).as_posix()
+        if group.split("/")[0] not in ("hydra", "local"):
+            yield from (f"{group}={file.stem}" for file in sorted(folder.glob("*.yaml")))
 
 
 def schemas(schema: type = Config, prefix: str = "") -> Iterator[tuple[str, type]]:
@@ -137,6 +140,8 @@ def test_every_number_has_bounds() -> None:
 
 def test_bounds_and_choices_name_settings_that_exist() -> None:
     keys = set(paths_of(composed()))
+    for part, known in (("algorithm", ALGORITHMS), ("scheduler", SCHEDULERS)):  # open dictionaries
+        keys |= {f"search.{part}.{member.name}" for made in known.values() for member in dataclasses.fields(made)}
     assert {key for key in [*NUMBERS, *CHOICES] if key not in keys} <= {"optimizer.momentum"}
 
 

@@ -60,7 +60,7 @@ def test_config_repeats_the_run(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> No
         "name=first",
         "tags=[a, b]",
     ]
-    again, _ = compose_run(f"storage.path={lab.folder}", "resume=latest")
+    again, _, _ = compose_run(f"storage.path={lab.folder}", "resume=latest")
     assert again == make_config(*overrides)
 
 

@@ -16,7 +16,7 @@ from yaml import MarkedYAMLError
 from manta.config import Config
 from manta.errors import MantaError, nearest, suggest
 from manta.schema import expected, paths_of
-from manta.search.domains import NAMES
+from manta.search import domains
 
 LIST_SETTINGS = "`python train.py --cfg job` lists all settings, `--help` the groups."
 
@@ -66,19 +66,29 @@ def with_domains(arguments: Sequence[str]) -> list[str]:
     `search.space.optimizer.lr=loguniform(1e-4, 1e-1)`: to Hydra choice(...) is a sweep, other calls are unknown, and so
     is a new key. The call becomes quoted text and the key is added by force.
     """
-    return [_with_domain(argument) for argument in arguments]
+    return [_with_domain(argument, arguments) for argument in arguments]
 
 
-def _with_domain(argument: str) -> str:
+def _with_domain(argument: str, others: Sequence[str]) -> str:
     key, equals, value = argument.partition("=")
     name, value = key.lstrip("+"), value.strip()
     if not equals or not (name == "search.space" or name.startswith("search.space.")):
         return argument
     if re.match(r"\w+\s*\(", value):
+        if any(other.lstrip("+").startswith(f"{name}.") for other in others) and (options := _options(value)):
+            return f"++{name}.choice={{{', '.join(f'{option}: {{}}' for option in options)}}}"
         value = quoted(value)
     elif not set("'\"") & set(value):
         value = re.sub(r"\w+\([^()]*\)", lambda call: quoted(call[0]), value)
     return f"++{name}={value}"
+
+
+def _options(value: str) -> list[str]:
+    """Of a whole group, whose settings other arguments search: `search.space.model=choice(mlp, cnn)`."""
+    try:
+        return [option for option in domains.parse(value).values or () if isinstance(option, str)]
+    except MantaError:
+        return []
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
@@ -99,7 +109,7 @@ def _unreadable(override: str) -> str:
     if "=" not in override:
         return f"{override} has no value: settings are written name=value, e.g. {override.lstrip('+~')}=3."
     key, _, value = override.partition("=")
-    if re.match(rf"({'|'.join(NAMES)})\(", value.strip()):
+    if re.match(rf"({'|'.join(domains.NAMES)})\(", value.strip()):
         return f"{override}: a domain is searched below search.space: {_in_the_space(override)}"
     return (
         f"{override} cannot be read. Quote the whole for the shell, and a value with spaces or special "
@@ -125,6 +135,8 @@ def explain(error: Exception, arguments: Sequence[str], conf: Path) -> MantaErro
                 options = ", ".join(known.groups[o.key_or_group])
                 return MantaError(f"{o.input_line}: a group has one of its options, {options}.")
     if isinstance(error, MissingConfigException):
+        group = (error.missing_cfg_file or "").rpartition("/")[0]
+        culprit = next((o for o in overrides if o.key_or_group == group), culprit)
         return MantaError(_no_such_file(error, culprit, arguments, known))
     if culprit is None or (re.match("In '", text) and "full_key" in text):
         return MantaError(_in_a_file(text, known))

@@ -339,7 +339,7 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
     """Flat keys with what is written there; options with settings of their own give the group's domain first."""
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        if isinstance(value, dict) and list(value) == ["choice"] and isinstance(value["choice"], dict):
+        if isinstance(value, dict) and isinstance(value.get("choice"), dict):
             yield key, Domain("choice", tuple(value["choice"]))
             for option, below in value["choice"].items():
                 if not isinstance(below, dict | None):
@@ -348,6 +348,7 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
                         f"e.g. search.space.{key}.choice.{option}.dropout='uniform(0, 0.5)', or {{}}."
                     )
                 yield from _leaves(below or {}, f"{key}.choice.{option}.")
+            yield from _leaves({inner: value[inner] for inner in value if inner != "choice"}, f"{key}.")
         elif isinstance(value, dict):
             yield from _leaves(value, f"{key}.")
         elif value is not None:

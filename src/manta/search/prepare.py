@@ -5,7 +5,7 @@ Imports nothing heavy.
 
 import copy
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hydra import compose
@@ -66,8 +66,9 @@ def prepare(cfg: DictConfig, overrides: list[str]) -> Space:
             "\"search.space.optimizer.lr='loguniform(1e-4, 1e-1)'\""
         ]
     refuse(problems)
-    groups = {key: domain for key, domain in domains.items() if key in _options() and _is_group(cfg, key)}
-    refuse([problem for key, domain in groups.items() for problem in _known_options(key, domain)])
+    options = _options(domains)
+    groups = {key: domain for key, domain in domains.items() if key in options and _is_group(cfg, key)}
+    refuse([problem for key, domain in groups.items() for problem in _known_options(key, domain, options[key])])
     bases = _compose(cfg, overrides, groups)
     space = Space(domains, bases)
     for key, domain in domains.items():
@@ -109,18 +110,18 @@ def _allowed(key: str, domain: Domain, given: Sequence[Override]) -> Iterator[st
             )
 
 
-def _options() -> dict[str, list[str]]:
-    """The groups of conf/ with their options."""
+def _options(keys: Iterable[str]) -> dict[str, list[str]]:
+    """Those of these keys that are groups of conf/, with their options."""
     loader = GlobalHydra.instance().config_loader()
-    return {group: loader.get_group_options(group) for group in loader.list_groups("")}
+    groups = loader.list_groups("")
+    return {key: loader.get_group_options(key) for key in keys if key in groups}
 
 
 def _is_group(cfg: DictConfig, key: str) -> bool:
     return isinstance(OmegaConf.select(cfg, key), DictConfig)
 
 
-def _known_options(group: str, domain: Domain) -> Iterator[str]:
-    known = _options()[group]
+def _known_options(group: str, domain: Domain, known: list[str]) -> Iterator[str]:
     if domain.values is None:
         yield f"{_shown(group, domain)}: {group} is a group, searched by its options: choice({', '.join(known)})."
     for option in domain.values or ():
@@ -197,7 +198,8 @@ def _setting(space: Space, key: str, domain: Domain) -> Iterator[str]:
         return
     for base in bases:
         if setting not in paths_of(base):
-            yield f"{start}: {_unknown(space, base, setting)}"
+            here = f"{group}={option} has no setting {setting}." if group else _unknown(space, base, setting)
+            yield f"{start}: {here}"
             return
     if isinstance(OmegaConf.select(bases[0], setting), DictConfig):
         below = [path for path in paths_of(bases[0]) if path.startswith(f"{setting}.")]

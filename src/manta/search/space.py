@@ -23,6 +23,7 @@ from manta.schema import expected
 from manta.search.domains import Domain, parse, split_key
 
 FILE = "space.yaml"
+BROKEN = (yaml.YAMLError, OmegaConfBaseException)
 
 
 @dataclass
@@ -50,7 +51,7 @@ class Space:
         found = {}
         for key, value in values.items():
             setting, group, option = split_key(key)
-            if group is None or values[group] == option:
+            if group is None or values.get(group) == option:
                 found[setting] = _plain(value)
         return found
 
@@ -67,6 +68,10 @@ class Space:
         settings = self.active(values)
         base = self.bases[",".join(f"{group}={settings.pop(group)}" for group in self.groups)]
         return applied(base, settings)
+
+    def configs(self) -> dict[str, Config]:
+        """The configuration of every combination of options, nothing else sampled: what plug-ins can be tried with."""
+        return {chosen: applied(base, {}) for chosen, base in self.bases.items()}
 
     def grid(self) -> list[dict[str, Any]]:
         """Every combination of listed values once, the last key changing fastest; conditional keys under their option."""
@@ -109,15 +114,7 @@ class Space:
             bases = {
                 key: OmegaConf.merge(OmegaConf.structured(Config), base, now) for key, base in content["bases"].items()
             }
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            yaml.YAMLError,
-            OmegaConfBaseException,
-        ) as error:
+        except (MantaError, OSError, ValueError, LookupError, TypeError, AttributeError, *BROKEN) as error:
             raise MantaError(f"{path} cannot be read, so the search cannot continue: {error}") from error
         return Space(domains, bases, content["points"])  # type: ignore[arg-type]
 
