@@ -29,6 +29,7 @@ from manta.plan import Needs
 from manta.resume import load
 from manta.runs import RunDir, read_lines
 from manta.search.exploit import adopt
+from manta.search.mailbox import Mailbox
 from manta.search.record import STOPPED
 from manta.session import Session
 from manta.view import View
@@ -221,21 +222,6 @@ def _in_this_process(run: RunDir, config: Config, job: Job, decide: Decide) -> s
 
 
 # --- several workers -------------------------------------------------------------------------------------------------
-
-
-class Mailbox:
-    """Between a trial's process and rank 0 of its workers: a queue each way. An asyncio actor."""
-
-    def __init__(self) -> None:
-        import asyncio
-
-        self._queues: dict[str, asyncio.Queue[Any]] = {"up": asyncio.Queue(), "down": asyncio.Queue()}
-
-    async def put(self, way: str, what: Any) -> None:
-        await self._queues[way].put(what)
-
-    async def get(self, way: str) -> Any:
-        return await self._queues[way].get()
 
 
 class Workers:
