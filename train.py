@@ -23,6 +23,7 @@ def run(cfg: DictConfig, overrides: list[str]) -> int:
     """From a composed configuration to an exit code."""
     from manta.checks import check
     from manta.config import from_hydra
+    from manta.search.prepare import space_of
 
     previous = None
     if cfg.resume:
@@ -31,12 +32,7 @@ def run(cfg: DictConfig, overrides: list[str]) -> int:
         cfg, previous = restore(cfg, overrides)
     config = from_hydra(cfg)
     check(config)
-    space = None
-    if config.search.algorithm:
-        from manta.search.prepare import prepare
-        from manta.search.space import Space
-
-        space = Space.load(previous, config) if previous else prepare(cfg, overrides)
+    space = space_of(config, cfg, overrides, previous)
     from manta.launch import launch
 
     return launch(config, overrides, previous, space)

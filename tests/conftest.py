@@ -22,7 +22,7 @@ from manta.config import Config, from_hydra, register
 from manta.launch import launch
 from manta.resume import restore
 from manta.runs import RunDir, read_lines
-from manta.search.prepare import prepare
+from manta.search.prepare import space_of
 from manta.search.space import Space
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,9 +43,7 @@ def compose_run(*overrides: str) -> tuple[Config, RunDir | None, Space | None]:
         cfg, previous = restore(cfg, given) if cfg.resume else (cfg, None)
         config = from_hydra(cfg)
         check(config)
-        space = None
-        if config.search.algorithm:
-            space = Space.load(previous, config) if previous else prepare(cfg, given)
+        space = space_of(config, cfg, given, previous)
     return config, previous, space
 
 

@@ -20,6 +20,7 @@ from manta.checks import refuse
 from manta.commandline import parse
 from manta.config import Config, Search, absolute
 from manta.errors import MantaError, nearest, suggest
+from manta.runs import RunDir
 from manta.schema import hint_of, in_words, paths_of
 from manta.search.domains import Domain, read, split_key
 from manta.search.space import Space, applied
@@ -46,6 +47,13 @@ FIXED = {
     "training.profile": "it changes no result",
 }
 KINDS = (bool, int, float, str, list)
+
+
+def space_of(config: Config, cfg: DictConfig, overrides: list[str], previous: RunDir | None) -> Space | None:
+    """What a request searches: as saved in the directory of a search, else prepared; None for a run."""
+    if not config.search.algorithm:
+        return None
+    return Space.load(previous, config) if previous else prepare(cfg, overrides)
 
 
 def prepare(cfg: DictConfig, overrides: list[str]) -> Space:
