@@ -140,15 +140,14 @@ class Launch:
 
     def search(self, recipe: "Recipe", local: bool) -> int:
         """Many runs."""
-        from manta.config import from_hydra
         from manta.search.report import plan_rows, result_rows
 
         config, space = self.config, self.space
         assert space is not None
         needs = plan.resolve_trial(config, [plan.local_node(config.cluster)]) if local else None
         outline = recipe.check(config, look_at_data=local)
-        for base in space.bases.values():
-            recipe.check(from_hydra(base), look_at_data=local)
+        for option in space.configs().values():
+            recipe.check(option, look_at_data=local)
 
         def rows(needs: Needs, nodes: list[plan.Node]) -> Rows:
             at_once = min(plan.trials_at_once(needs, nodes), config.search.max_concurrent_trials or 10_000)
