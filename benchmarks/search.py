@@ -43,7 +43,9 @@ def seconds(*arguments: str) -> float:
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
         subprocess.run(
-            [sys.executable, str(ROOT / "train.py"), f"storage.path={folder}", *arguments], check=True, capture_output=True
+            [sys.executable, str(ROOT / "train.py"), f"storage.path={folder}", *arguments],
+            check=True,
+            capture_output=True,
         )
         return time.perf_counter() - started
 
@@ -67,13 +69,27 @@ def nested() -> float:
 def sweeper() -> float:
     """Seconds a trial of Hydra's Optuna sweeper (it needs Optuna 2, so it gets a folder of its own)."""
     with tempfile.TemporaryDirectory() as folder:
-        install = [sys.executable, "-m", "pip", "install", "--quiet", "--target", folder, "hydra-optuna-sweeper", "numpy<2"]
+        install = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--target",
+            folder,
+            "hydra-optuna-sweeper",
+            "numpy<2",
+        ]
         subprocess.run(install, check=True, capture_output=True)
         environment = {**os.environ, "PYTHONPATH": folder}
         times = []
         for count in (4, 12):
             command = [sys.executable, str(ROOT / "train.py"), "-m", f"storage.path={folder}/out", "scaling=in_process"]
-            command += ["hydra/sweeper=optuna", f"hydra.sweeper.n_trials={count}", "optimizer.lr=tag(log,interval(1e-4,1e-1))"]
+            command += [
+                "hydra/sweeper=optuna",
+                f"hydra.sweeper.n_trials={count}",
+                "optimizer.lr=tag(log,interval(1e-4,1e-1))",
+            ]
             started = time.perf_counter()
             subprocess.run([*command, *TRIVIAL[:3]], check=True, capture_output=True, env=environment)
             times.append(time.perf_counter() - started)
@@ -85,7 +101,12 @@ def memory(count: int = 1000) -> None:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(ROOT / "train.py"), f"storage.path={folder}", "search=random"]
         process = subprocess.Popen([*command, f"search.num_samples={count}", *TRIVIAL], stdout=subprocess.DEVNULL)
-        driver, log, shown, began = psutil.Process(process.pid), Path(folder) / "latest" / "search.jsonl", 0, time.time()
+        driver, log, shown, began = (
+            psutil.Process(process.pid),
+            Path(folder) / "latest" / "search.jsonl",
+            0,
+            time.time(),
+        )
         while process.poll() is None:
             time.sleep(0.5)
             ended = sum('"ended"' in line for line in log.read_text().splitlines()) if log.exists() else 0

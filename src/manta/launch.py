@@ -279,8 +279,9 @@ def _nothing_left(config: Config, run: RunDir) -> bool:
         return False
     saved, now = load(run), config.training
     if config.search.algorithm:
-        failed = run.read("summary.json").get("trials", {}).get("failed", 0)
-        return not failed and saved.search.num_samples == config.search.num_samples
+        trials, (then, asked) = run.read("summary.json").get("trials", {}), (saved.search, config.search)
+        same = all(getattr(then, name) == getattr(asked, name) for name in ("num_samples", "refit", "refit_seeds"))
+        return same and not trials.get("failed") and not trials.get("running")
     before = saved.training
     return (before.epochs, before.max_steps, before.early_stopping.patience) == (
         now.epochs,

@@ -242,6 +242,7 @@ class History:
         if event["event"] == "sampled":
             self.algorithm.repeat(event["trial"], event["values"])
             self.trials.append(self.make(self.study.records[event["trial"]]))
+            self.trials[-1].config = dict(event["values"])
             scheduler.on_trial_add(self, self.trials[-1])
             return
         trial = self.trials[event["trial"]]
