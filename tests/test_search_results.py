@@ -447,7 +447,7 @@ def test_when_nothing_can_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
         assert record.best is not None
         record.best["value"] = 1.0
     assert importance(SPACE, same, objective) == {}
-    chance, draw = synthetic(20), random.Random(2)
+    chance, draw = synthetic(20), random.Random(7)
     for record in chance:
         assert record.best is not None
         record.best["value"] = draw.random()

@@ -21,6 +21,7 @@ from manta.search.space import Space
 
 STATES = (runs.RUNNING, runs.FINISHED, STOPPED, runs.FAILED)
 FEWEST_TRIALS = 6  # below, what mattered is noise
+LEAST_EXPLAINED = 0.2  # of the variance of held-out trials; chance alone seldom explains as much
 
 
 def setting(key: str) -> str:
@@ -157,7 +158,7 @@ def importance(space: Space, records: list[Record], objective: Objective) -> dic
 
 
 def _importance(space: Space, records: list[Record]) -> dict[str, float]:
-    """Mean rise of the squared error on held-out trials, not below 0; {} if guessing the mean does as well."""
+    """Mean rise of the squared error on held-out trials, not below 0; {} if they cannot be predicted."""
     import numpy as np
     from scipy.stats import rankdata
     from sklearn.ensemble import RandomForestRegressor
@@ -177,7 +178,7 @@ def _importance(space: Space, records: list[Record]) -> dict[str, float]:
         rises.append(found.importances_mean)
         error += ((forest.predict(table[held]) - ranks[held]) ** 2).sum()
         of_mean += ((ranks[learn].mean() - ranks[held]) ** 2).sum()
-    if error >= of_mean:
+    if error > (1 - LEAST_EXPLAINED) * of_mean:
         return {}
     return {key: max(float(rise), 0.0) for key, rise in zip(names, np.mean(rises, axis=0), strict=True)}
 
