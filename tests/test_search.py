@@ -146,10 +146,10 @@ def test_points_are_tried_first(lab: Lab) -> None:
 
 @pytest.mark.parametrize("scaling", ["auto", "cpu"])
 def test_a_trial_is_the_run_of_its_values(lab: Lab, scaling: str) -> None:
-    run = lab.run("search=random", "search.num_samples=2", f"scaling={scaling}", *SHORT)
+    run = lab.run("search=random", "search.num_samples=2", f"scaling={scaling}", "scaling.use_gpu=false", *SHORT)
     trial = RunDir(run.path / "trials" / "00001")
     command = (trial.path / "overrides.txt").read_text().split()
-    command = [override for override in command if not override.startswith(("storage.path=", "scaling="))]
+    command = [override for override in command if not override.startswith(("storage.path=", "scaling"))]
     same = lab.run(*command, f"scaling={'in_process' if scaling == 'auto' else scaling}")
     assert history(trial) == history(same)
     assert trial.read("provenance.json")["packages"]
@@ -289,7 +289,7 @@ def test_a_trial_of_two_workers_that_dies_leaves_room_for_the_next(lab: Lab) -> 
 
 
 def test_all_trials_failed(lab: Lab) -> None:
-    with pytest.raises(MantaError, match="All 3 trials failed, 2 of them with: ValueError: no luck today") as caught:
+    with pytest.raises(MantaError, match="No trial was validated. 2 of 3 failed with: ValueError: no luck today") as caught:
         lab.launch(
             "search=grid", "search/space=none", "search.space.seed=choice(1,2,3)", *SHORT, TEST_RECIPE,
             "recipe._target_=tests.probes.Hopeless",

@@ -29,7 +29,7 @@ from manta.search import report, results
 from manta.search.algorithms import make_algorithm
 from manta.search.best import publish_best
 from manta.search.exploit import placed
-from manta.search.record import STOPPED, Record, trial_dir
+from manta.search.record import STOPPED, Record, ranked, trial_dir
 from manta.search.schedulers import PAUSING, make_scheduler
 from manta.search.space import Space
 from manta.search.study import EVENTS, Study
@@ -108,16 +108,18 @@ class Search:
             self.until_done(self._tuner().fit, self._follow)
         records, best = self.study.records, self.study.best()
         results.write_csv(self.run, self.config, self.space, records)
-        if best is not None:
-            publish_best(self.run, self.space, best)
+        # The very best may have died before its checkpoint was written.
+        any(publish_best(self.run, self.space, record) for record in ranked(records, self.config.objective.mode))
         refit = Refit(self)
         if best is not None and not self.interrupted:
+            self.stop_file.unlink(missing_ok=True)  # of a spent time budget
             refit.go(best)
         self.study.close()
         shutil.rmtree(self.run.path / ".tune", ignore_errors=True)
-        state = runs.INTERRUPTED if self.interrupted else runs.FINISHED
-        self._conclude(refit, state if best is not None else runs.FAILED)
-        if best is None and not self.interrupted:
+        failed = best is None and not self.interrupted
+        state = runs.INTERRUPTED if self.interrupted else runs.FAILED if failed else runs.FINISHED
+        self._conclude(refit, state)
+        if failed:
             raise MantaError(results.all_failed(records), code=FAILED)
         return state
 
@@ -175,6 +177,9 @@ class Search:
         if now - self._written > CSV_S:
             results.write_csv(self.run, self.config, self.space, list(self.study.records))
             self._written = now
+        best = self.study.best()
+        if best is not None:
+            publish_best(self.run, self.space, best)  # a read, if it is there
         self._active = now if running or not waiting else self._active
         if now - self._active > TELL_S:
             self.view.say(f"Waiting for {self.needs}: {waiting} trial{'s' * (waiting > 1)} cannot start yet.")
@@ -246,9 +251,7 @@ class Search:
 
     def trial_config(self, values: dict[str, Any], **changes: Any) -> Config:
         config = self.space.config(values)
-        scaling = dataclasses.replace(
-            self.config.scaling, num_workers=self.needs.num_workers, use_gpu=self.needs.use_gpu
-        )
+        scaling = dataclasses.replace(self.config.scaling, num_workers=self.needs.num_workers)
         return dataclasses.replace(config, scaling=scaling, cluster=self.config.cluster, **changes)
 
     def _renew(self, trial: TuneTrial) -> None:
