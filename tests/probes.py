@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import signal
 from typing import Any
 
 from torch import Tensor, nn
@@ -58,9 +59,12 @@ def _foreign(value: Any) -> set[str]:
 
 
 class Troubled(PyTorchRecipe):
-    """A trial's seed says what becomes of it: 2 raises, 4 is killed, 6 meets a NaN; the others are well."""
+    """A trial's seed says what becomes of it: 2 raises, 4 is killed, 6 meets a NaN, 8 loses the process that drives its
+    workers; the others are well."""
 
     def train(self, session: Session, config: Config) -> dict[str, Any]:
+        if config.seed == 8 and session.main:
+            os.kill(session.run.read("status.json")["pid"], signal.SIGKILL)
         marker = str(session.run.path / "killed")
         trouble = {
             2: {"_target_": "tests.faults.RaiseAt", "call": 8},
@@ -75,7 +79,7 @@ class Troubled(PyTorchRecipe):
 class Hopeless(PyTorchRecipe):
     """Every training fails, most of them alike."""
 
-    def train(self, session: Session, config: Config) -> dict[str, Any]:
+    def train(self, session: Session, config: Config) -> dict[str, Any]:  # noqa: ARG002
         raise ValueError("disk on fire" if config.seed == 1 else "no luck today")
 
 

@@ -265,6 +265,7 @@ def test_a_failed_trial_is_tried_again_from_its_checkpoint(lab: Lab) -> None:
     settings = (
         "search=grid", "search/space=none", "search.space.seed=choice(3,4)", "training.epochs=3", "training.test=false",
         "training.limit_train_batches=5", "search.refit=false", TEST_RECIPE, "recipe._target_=tests.probes.Troubled",
+        "scaling.use_gpu=false",
     )  # fmt: skip
     run = lab.run(*settings, "search.max_failures=1")
     trial = RunDir(run.path / "trials" / "00001")
@@ -279,17 +280,20 @@ def test_a_failed_trial_is_tried_again_from_its_checkpoint(lab: Lab) -> None:
 
 def test_a_trial_of_two_workers_that_dies_leaves_room_for_the_next(lab: Lab) -> None:
     run = lab.run(
-        "search=grid", "search/space=none", "search.space.seed=choice(1,2,4,5)", "scaling=cpu", *SHORT, TEST_RECIPE,
-        "recipe._target_=tests.probes.Troubled", "search.max_concurrent_trials=1",
+        "search=grid", "search/space=none", "search.space.seed=choice(1,2,4,8,5)", "scaling=cpu", *SHORT, TEST_RECIPE,
+        "recipe._target_=tests.probes.Troubled", "search.max_concurrent_trials=1", "scaling.resources_per_worker.CPU=2",
     )  # fmt: skip
     found = trials(run).set_index("seed")
-    assert dict(found.status) == {1: "finished", 2: "failed", 4: "failed", 5: "finished"}
+    assert dict(found.status) == {1: "finished", 2: "failed", 4: "failed", 8: "failed", 5: "finished"}
     assert "the user's own mistake" in found.error[2]
+    assert "the process of the trial is gone" in found.error[8]
     assert "rank 0" in found.error[4]
 
 
 def test_all_trials_failed(lab: Lab) -> None:
-    with pytest.raises(MantaError, match="No trial was validated. 2 of 3 failed with: ValueError: no luck today") as caught:
+    with pytest.raises(
+        MantaError, match=r"No trial was validated\. 2 of 3 failed with: ValueError: no luck today"
+    ) as caught:
         lab.launch(
             "search=grid", "search/space=none", "search.space.seed=choice(1,2,3)", *SHORT, TEST_RECIPE,
             "recipe._target_=tests.probes.Hopeless",
@@ -311,9 +315,12 @@ def test_values_that_do_not_go_together_fail_their_trial(lab: Lab) -> None:
 # --- before it starts ------------------------------------------------------------------------------------------------------
 
 
-def test_the_plan_is_shown_and_nothing_made(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
-    assert lab.launch("search=asha", "search.num_samples=9", "training.epochs=9", "plan=true") == 0
-    shown = capsys.readouterr().out
+def test_the_plan_is_shown_and_nothing_made(lab: Lab, capfd: pytest.CaptureFixture[str]) -> None:
+    assert (
+        lab.launch("search=asha", "search.num_samples=9", "training.epochs=9", "plan=true", "scaling.use_gpu=false")
+        == 0
+    )
+    shown = capfd.readouterr().out
     assert "9 x 9 = 81 at most; about 2" in shown
     assert "1 worker with 1 CPU each" in shown
     assert "4 (3 waves)" in shown

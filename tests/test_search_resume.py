@@ -130,7 +130,8 @@ def test_interrupted_and_extended(lab: Lab) -> None:
     pd.testing.assert_frame_equal(found, trials(undisturbed.latest))
 
 
-def test_failed_trials_are_tried_again(lab: Lab, ray_cluster: None) -> None:
+@pytest.mark.usefixtures("ray_cluster")
+def test_failed_trials_are_tried_again(lab: Lab) -> None:
     settings = (
         "search=grid", "search/space=none", "search.space.seed=choice(1,2,3,4)", *SHORT,
         "allowed_targets=[manta,torch,tests]", "recipe._target_=tests.probes.Troubled",
@@ -144,7 +145,8 @@ def test_failed_trials_are_tried_again(lab: Lab, ray_cluster: None) -> None:
     assert sorted(ended) == [0, 2, 3]
 
 
-def test_time_budget(lab: Lab, ray_cluster: None) -> None:
+@pytest.mark.usefixtures("ray_cluster")
+def test_time_budget(lab: Lab) -> None:
     slow = (
         "allowed_targets=[manta,torch,tests]",
         "data.transforms.train=[{_target_: tests.faults.Slow, seconds: 0.02}]",
@@ -269,7 +271,7 @@ def test_half_a_line_is_dropped(tmp_path: Path) -> None:
 # --- exploits ----------------------------------------------------------------------------------------------------------------
 
 
-def test_an_adoption_may_be_cut_anywhere(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adoption_may_be_cut_anywhere(lab: Lab) -> None:
     """Killed between any two of its steps and done again, it has happened once."""
     short = ("scaling=in_process", "training.limit_train_batches=4", "training.test=false")
     donor = lab.run(*short, "training.epochs=3", "optimizer.lr=0.02")

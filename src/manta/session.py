@@ -5,6 +5,7 @@ Three makers: `plain` (this process), `ray_worker` (a Ray Train worker), `tune_t
 
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -189,7 +190,17 @@ def describe(session: Session) -> dict[str, Any]:
         "local_rank": session.local_rank,
         "device": str(session.device),
         "threads": torch.get_num_threads(),
+        "placement_group": _placement_group(),
     }
+
+
+def _placement_group() -> str | None:
+    """The resources that Ray holds for this worker and its fellows."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return None
+    group = ray.util.get_current_placement_group()
+    return None if group is None else str(group.id.hex())
 
 
 def train(session: Session, config: Config) -> str:

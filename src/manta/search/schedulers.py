@@ -44,7 +44,7 @@ class Exploiting(Watched):
     renew: Callable[[Trial], None]
     """Has the receiver's run directory follow its new values."""
 
-    def told_again(self, controller: Any, trial: Trial, result: dict[str, Any]) -> str:
+    def told_again(self, controller: Any, trial: Trial, result: dict[str, Any]) -> str:  # noqa: ARG002
         """Know the trial's score and when it was last perturbed; what came of it is in the study."""
         me: Any = self
         state, epoch = me._trial_state[trial], result["epoch"]

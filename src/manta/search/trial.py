@@ -126,7 +126,7 @@ class Trial(Trainable):
         self.last = {**self.last, **said, "seconds": time.perf_counter() - began}
         return self.last
 
-    def save_checkpoint(self, checkpoint_dir: str) -> dict[str, Any]:
+    def save_checkpoint(self, checkpoint_dir: str) -> dict[str, Any]:  # noqa: ARG002
         """The run directory has it all; Tune wants something to hold on to."""
         return {"epoch": self.last.get("epoch", 0)}
 
@@ -288,7 +288,7 @@ class Workers:
             self._error = error
 
 
-def _serve(mine: Session, config: Config, mailbox: Any, stop_file: Path) -> None:
+def _serve(mine: Session, _config: Config, mailbox: Any, stop_file: Path) -> None:
     """On every rank: train what rank 0 is told to, until it is told to end."""
     from manta import session
 

@@ -6,9 +6,11 @@ algorithm and a new scheduler, which so come to the state they were in, whatever
 
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import ray
+from ray import cloudpickle
 from ray.tune.experiment import Experiment, Trial
 from ray.tune.schedulers import TrialScheduler
 from ray.tune.search import SearchAlgorithm
@@ -19,6 +21,7 @@ from manta.search.algorithms import Algorithm
 from manta.search.record import STOPPED, Record
 from manta.search.study import Study
 
+GONE = "the process of the trial is gone: killed, out of memory, or a crash in native code"
 METRICS = "metrics/"  # where Tune puts what a trial reports as "metrics"
 CONTINUE, PAUSE, STOP = TrialScheduler.CONTINUE, TrialScheduler.PAUSE, TrialScheduler.STOP
 
@@ -44,13 +47,21 @@ class Watched(NotPickled):
     algorithm: Algorithm
     known: set[str]
     stopping: Callable[[], bool]
+    lost: Callable[[int], None]
 
-    def watch(self, study: Study, algorithm: Algorithm, stopping: Callable[[], bool]) -> None:
+    def watch(
+        self,
+        study: Study,
+        algorithm: Algorithm,
+        stopping: Callable[[], bool] = lambda: False,
+        lost: Callable[[int], None] = lambda _: None,
+    ) -> None:
         """
         Args:
             stopping: whether the search is to end once nothing runs; paused trials stay as they are.
+            lost: called with a trial whose process died.
         """
-        self.study, self.algorithm, self.stopping, self.known = study, algorithm, stopping, set()
+        self.study, self.algorithm, self.stopping, self.lost, self.known = study, algorithm, stopping, lost, set()
 
     def on_trial_add(self, controller: Any, trial: Trial) -> None:
         if trial.trial_id in self.known:  # told again after a crash
@@ -96,7 +107,10 @@ class Watched(NotPickled):
 
     def on_trial_error(self, controller: Any, trial: Trial) -> None:
         self.known.discard(trial.trial_id)
-        self.study.failed(number_of(trial), error_of(trial))
+        error = error_of(trial)
+        self.study.failed(number_of(trial), error)
+        if error == GONE:
+            self.lost(number_of(trial))
         super().on_trial_error(controller, trial)  # type: ignore[misc]
         self.algorithm.failed(number_of(trial))
 
@@ -115,15 +129,16 @@ class Watched(NotPickled):
 
 def error_of(trial: Trial) -> str:
     """Why a trial failed."""
-    error = trial.get_pickled_error()
-    return "unknown" if error is None else why(error)
+    name: Any = trial.run_metadata.pickled_error_filename
+    path = Path(str(trial.local_path)) / str(name)  # Tune's own reader looks where it is copied to later
+    return why(cloudpickle.loads(path.read_bytes())) if name and path.is_file() else "unknown"
 
 
 def why(error: Exception) -> str:
     """What a trial's process raised, in the words of the one who knows."""
     cause: Any = getattr(error, "cause", None) or error
     if isinstance(cause, ray.exceptions.RayActorError):
-        return "the process of the trial is gone: killed, out of memory, or a crash in native code"
+        return GONE
     text = str(cause).strip() or type(cause).__name__
     return text if isinstance(cause, MantaError) else f"{type(cause).__name__}: {text}"
 

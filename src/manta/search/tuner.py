@@ -6,7 +6,7 @@ import random
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray import tune
+from ray import PlacementGroupID, tune
 from ray.tune.execution.placement_groups import PlacementGroupFactory
 from ray.tune.experiment import Trial as TuneTrial
+from ray.util.placement_group import PlacementGroup
 
 from manta import runs
 from manta.cluster import TELL_S
@@ -74,7 +75,9 @@ class Search:
         self.at_once = min(trials_at_once(self.needs, self.nodes), most or 10_000)
         algorithm = make_algorithm(self.config, self.space, self.view.say)
         self.scheduler = make_scheduler(self.config, self.space, self.run, self._renew)
-        self.scheduler.watch(self.study, algorithm, lambda: self.trials.stopping)
+        self.scheduler.watch(
+            self.study, algorithm, lambda: self.trials.stopping, lambda number: self._release([number])
+        )
         # Slots let Tune keep the process of a trial for the next; but of a cluster's head all searches have a share.
         shared = (
             self.config.cluster.kind != "local" and most is not None and search.scheduler.get("name") not in PAUSING
@@ -106,6 +109,7 @@ class Search:
         known = list(self.study.records)
         with self.view.search_progress(self.config, self.space, self._total(), known):
             self.until_done(self._tuner().fit, self._follow)
+        self._release(range(len(self.study.records)))
         records, best = self.study.records, self.study.best()
         results.write_csv(self.run, self.config, self.space, records)
         # The very best may have died before its checkpoint was written.
@@ -122,6 +126,16 @@ class Search:
         if failed:
             raise MantaError(results.all_failed(records), code=FAILED)
         return state
+
+    def _release(self, numbers: Iterable[int]) -> None:
+        """Give back the workers' resources of trials whose process is gone: Ray keeps them to the end of the job."""
+        if self.needs.num_workers <= 1:
+            return
+        for number in numbers:
+            for rank in trial_dir(self.run, number).read("workers.json").get("ranks", [])[:1]:
+                if rank["placement_group"] is not None:
+                    group = PlacementGroup(PlacementGroupID(bytes.fromhex(rank["placement_group"])))
+                    ray.util.remove_placement_group(group)
 
     def _conclude(self, refit: "Refit", state: str) -> None:
         """What was found, in summary.json and search.md."""
