@@ -102,8 +102,12 @@ class Search:
         environment = dict(_ENVIRONMENT)
         if self.config.search.scheduler.get("name") in PAUSING:  # they compare trials side by side: Tune is to have all
             environment["TUNE_MAX_PENDING_TRIALS_PG"] = str(self._total() or 1)
-        with _environment(environment):
-            return self._go()
+        try:
+            with _environment(environment):
+                return self._go()
+        finally:
+            self.study.close()
+            shutil.rmtree(self.run.path / ".tune", ignore_errors=True)
 
     def _go(self) -> str:
         known = list(self.study.records)
@@ -118,8 +122,6 @@ class Search:
         if best is not None and not self.interrupted:
             self.stop_file.unlink(missing_ok=True)  # of a spent time budget
             refit.go(best)
-        self.study.close()
-        shutil.rmtree(self.run.path / ".tune", ignore_errors=True)
         failed = best is None and not self.interrupted
         state = runs.INTERRUPTED if self.interrupted else runs.FAILED if failed else runs.FINISHED
         self._conclude(refit, state)
