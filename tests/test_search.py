@@ -16,7 +16,9 @@ from manta.search.study import Study, records_of
 from manta.training.checkpoint import find_checkpoint, load_checkpoint
 from tests.conftest import Lab, history, make_config, summary
 
-SHORT = ("training.epochs=3", "training.limit_train_batches=8", "search.refit=false", "training.test=false")
+# One trial at a time: one process to start.
+QUICK = ("training.limit_train_batches=8", "search.refit=false", "search.max_concurrent_trials=1")
+SHORT = ("training.epochs=3", "training.test=false", *QUICK)
 TEST_RECIPE = "allowed_targets=[manta,torch,tests]"
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -75,7 +77,7 @@ def test_each_search_with_two_workers(lab: Lab, search: str) -> None:
 
 def test_two_workers_are_started_once(lab: Lab) -> None:
     """Trials after the first train on the same processes: that is why they are cheap."""
-    run = lab.run("search=random", "search.num_samples=4", "search.max_concurrent_trials=1", "scaling=cpu", *SHORT)
+    run = lab.run("search=random", "search.num_samples=4", "scaling=cpu", *SHORT)
     groups = [
         tuple(rank["pid"] for rank in json.loads(path.read_text())["ranks"])
         for path in run.path.glob("trials/*/workers.json")
@@ -85,7 +87,14 @@ def test_two_workers_are_started_once(lab: Lab) -> None:
 
 
 def test_stopped_trials_save_epochs(lab: Lab) -> None:
-    run = lab.run("search=asha", "search.num_samples=8", "training.epochs=9", *SHORT[1:])
+    run = lab.run(
+        "search=asha",
+        "search.num_samples=8",
+        "training.epochs=9",
+        "training.limit_train_batches=8",
+        "search.refit=false",
+        "training.test=false",
+    )
     found = trials(run)
     assert (found.status == "stopped").sum() >= 3
     assert found.epochs.sum() < 8 * 9
@@ -106,7 +115,7 @@ def test_grid_covers_its_product_once(lab: Lab) -> None:
 @pytest.mark.parametrize("search", ["random", "optuna"])
 def test_one_seed_samples_the_same(lab: Lab, search: str) -> None:
     """A searcher that learns sees results in the same order only if one trial runs at a time."""
-    settings = (f"search={search}", "search.num_samples=4", "search.max_concurrent_trials=1", *SHORT)
+    settings = (f"search={search}", "search.num_samples=4", *SHORT)
     first, second = ([record.values for record in records(lab.run(*settings))] for _ in range(2))
     other = [record.values for record in records(lab.run(*settings, "search.seed=1"))]
     assert first == second
@@ -177,7 +186,7 @@ def test_best_evaluates_to_what_was_recorded(lab: Lab) -> None:
 def test_the_best_is_trained_again_and_tested(lab: Lab, scaling: str) -> None:
     run = lab.run(
         "search=random", "search.num_samples=2", "training.epochs=2", "training.limit_train_batches=8",
-        "search.refit_seeds=2", f"scaling={scaling}",
+        "search.refit_seeds=2", "search.max_concurrent_trials=1", f"scaling={scaling}",
     )  # fmt: skip
     found = summary(run)
     assert found["refit"]["seeds"] == [1, 2]
@@ -193,7 +202,7 @@ def test_the_best_is_trained_again_and_tested(lab: Lab, scaling: str) -> None:
 
 
 def test_without_a_refit_the_best_checkpoint_is_tested_once(lab: Lab) -> None:
-    run = lab.run("search=random", "search.num_samples=2", *SHORT[:3])
+    run = lab.run("search=random", "search.num_samples=2", "training.epochs=3", *QUICK)
     best = RunDir(run.path / "best")
     done = lab.command(f"run={best.path}", "splits=[test]", script="scripts/evaluate.py")
     assert done.returncode == 0, done.stderr
@@ -281,7 +290,7 @@ def test_a_failed_trial_is_tried_again_from_its_checkpoint(lab: Lab) -> None:
 def test_a_trial_of_two_workers_that_dies_leaves_room_for_the_next(lab: Lab) -> None:
     run = lab.run(
         "search=grid", "search/space=none", "search.space.seed=choice(1,2,4,8,5)", "scaling=cpu", *SHORT, TEST_RECIPE,
-        "recipe._target_=tests.probes.Troubled", "search.max_concurrent_trials=1", "scaling.resources_per_worker.CPU=2",
+        "recipe._target_=tests.probes.Troubled", "scaling.resources_per_worker.CPU=2",
     )  # fmt: skip
     found = trials(run).set_index("seed")
     assert dict(found.status) == {1: "finished", 2: "failed", 4: "failed", 8: "failed", 5: "finished"}
@@ -344,7 +353,9 @@ def test_a_trial_that_can_never_be_placed(lab: Lab, settings: tuple[str, ...], w
 
 
 def test_the_limit_of_concurrent_trials(lab: Lab) -> None:
-    run = lab.run("search=random", "search.num_samples=5", "search.max_concurrent_trials=2", *SHORT)
+    run = lab.run(
+        "search=random", "search.num_samples=5", "training.epochs=3", *QUICK[:2], "search.max_concurrent_trials=2"
+    )
     alive, most = set(), 0
     for event in read_lines(run.path / "search.jsonl"):
         if event["event"] == "reported":
