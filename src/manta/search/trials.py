@@ -107,10 +107,11 @@ class Watched(NotPickled):
 
     def on_trial_error(self, controller: Any, trial: Trial) -> None:
         self.known.discard(trial.trial_id)
-        error = error_of(trial)
-        self.study.failed(number_of(trial), error)
-        if error == GONE:
-            self.lost(number_of(trial))
+        if not self.study.silent:
+            error = error_of(trial)
+            self.study.failed(number_of(trial), error)
+            if error == GONE:
+                self.lost(number_of(trial))
         super().on_trial_error(controller, trial)  # type: ignore[misc]
         self.algorithm.failed(number_of(trial))
 
