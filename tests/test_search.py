@@ -164,12 +164,12 @@ def test_a_trial_is_the_run_of_its_values(lab: Lab, scaling: str) -> None:
     assert trial.read("provenance.json")["packages"]
 
 
-def test_a_trial_can_be_continued_alone(lab: Lab) -> None:
+def test_a_trial_is_not_continued_behind_the_back_of_its_search(lab: Lab) -> None:
     run = lab.run("search=random", "search.num_samples=1", *SHORT)
-    trial = RunDir(run.path / "trials" / "00000")
-    assert lab.launch(f"resume={trial.path}", "training.epochs=5", "scaling.num_workers=0") == 0
-    assert load_checkpoint(trial.checkpoints / "last")[1]["epoch"] == 5
-    assert summary(trial)["state"] == "finished"
+    trial = run.path / "trials" / "00000"
+    with pytest.raises(MantaError, match="is a part of a search") as caught:
+        lab.launch(f"resume={trial}", "training.epochs=5")
+    assert (trial / "overrides.txt").read_text().strip() in str(caught.value)
 
 
 def test_best_evaluates_to_what_was_recorded(lab: Lab) -> None:

@@ -75,7 +75,9 @@ def _with_domain(argument: str, others: Sequence[str]) -> str:
     if not equals or not (name == "search.space" or name.startswith("search.space.")):
         return argument
     if re.match(r"\w+\s*\(", value):
-        if any(other.lstrip("+").startswith(f"{name}.") for other in others) and (options := _options(value)):
+        whole = name.count(".") == 2  # a group: what a space file searches in it stays
+        more = any(other.lstrip("+").startswith(f"{name}.") for other in others)
+        if (whole or more) and (options := _options(value)):
             return f"++{name}.choice={{{', '.join(f'{option}: {{}}' for option in options)}}}"
         value = quoted(value)
     elif not set("'\"") & set(value):
@@ -201,6 +203,8 @@ def _unknown(culprit: Override, arguments: Sequence[str], known: Known) -> str:
     elif found is None:
         siblings = [name.partition(".")[2] for name in known.keys if name.rpartition(".")[0] == group]
         message += f". {group} has {', '.join(siblings)}." if siblings else f". {LIST_SETTINGS}"
+    elif (as_group := found.replace(".", "/")) in known.groups and value in known.groups[as_group]:
+        message += f": did you mean {as_group}={value}?{_try(arguments, line, f'{as_group}={value}')}"
     elif found in known.groups and value not in known.groups[found]:
         option = nearest(value, known.groups[found])
         message += f": did you mean {found}={option or '...'}? Options of {found}: {', '.join(known.groups[found])}."

@@ -223,7 +223,7 @@ class Search:
     num_samples: int | None = 20
     """Trials; null = until `time_budget_s` (a grid has as many as it has points)."""
     time_budget_s: float | None = None
-    """Seconds after which this launch stops its trials and ends with what it has; null = no limit."""
+    """Seconds after which this launch stops its trials; what they found is then refitted as ever; null = no limit."""
     max_concurrent_trials: int | None = None
     """Trials at once at most; null = as many as the resources hold."""
     points_to_evaluate: list[dict[str, Any]] = field(default_factory=list)

@@ -84,7 +84,7 @@ def launch(config: Config, overrides: list[str], previous: RunDir | None = None,
     if previous is not None and _nothing_left(config, previous):
         more = f"training.epochs={2 * (config.training.epochs or 1)}"
         if space is not None:
-            more = f"search.num_samples={2 * (config.search.num_samples or 1)}"
+            more = f"search.num_samples={2 * sum(previous.read('summary.json')['trials'].values())}"
         view.say(f"{previous} is finished. To go on: python train.py resume={shlex.quote(str(previous))} {more}")
         return FINISHED
     with ExitStack() as stack:
@@ -280,8 +280,9 @@ def _nothing_left(config: Config, run: RunDir) -> bool:
     saved, now = load(run), config.training
     if config.search.algorithm:
         trials, (then, asked) = run.read("summary.json").get("trials", {}), (saved.search, config.search)
-        same = all(getattr(then, name) == getattr(asked, name) for name in ("num_samples", "refit", "refit_seeds"))
-        return same and not trials.get("failed") and not trials.get("running")
+        same = all(getattr(then, name) == getattr(asked, name) for name in ("refit", "refit_seeds"))
+        enough = asked.num_samples is None or asked.num_samples <= sum(trials.values())
+        return same and enough and not trials.get("failed") and not trials.get("running")
     before = saved.training
     return (before.epochs, before.max_steps, before.early_stopping.patience) == (
         now.epochs,

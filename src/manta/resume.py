@@ -67,6 +67,7 @@ def restore(cfg: DictConfig, overrides: list[str]) -> tuple[DictConfig, RunDir]:
         MantaError: no such run, it is still running, or an override would make it another run.
     """
     run = runs.find(str(cfg.resume), absolute(cfg.storage.path))
+    _refuse_parts(run)
     _wait_for_survivors(run)
     saved = load(run)
     is_search = bool(saved.search.algorithm)
@@ -115,6 +116,22 @@ def _check_change(override: Override, cfg: DictConfig, saved: DictConfig, run: R
             return
         raise MantaError(f"{start}: it would be another search than {run}: {'; '.join(changed)}. {way_out}")
     raise MantaError(f"{start}: it would be another search than {run}. {way_out}")
+
+
+def _refuse_parts(run: RunDir) -> None:
+    """A trial, or a refit, belongs to its search, which knows what it has trained.
+
+    Raises:
+        MantaError: this is one.
+    """
+    for search in run.path.parents[1:3]:
+        part = run.path.relative_to(search).parts[0]
+        if part in ("trials", "refit") and (search / "search.jsonl").is_file():
+            line = (run.path / "overrides.txt").read_text().strip()
+            raise MantaError(
+                f"resume={run} is a part of a search, which would not know of it. Continue the search: python train.py "
+                f"resume={RunDir(search)}, or train these values as a run of their own: python train.py {line}"
+            )
 
 
 def _repair_last(run: RunDir) -> None:

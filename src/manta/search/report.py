@@ -99,7 +99,7 @@ def result_rows(
     if best:
         rows += [("best run", f"{search}/best"), ("evaluate", f"python scripts/evaluate.py run={where}")]
     samples = config.search.num_samples
-    if state != FINISHED:
+    if state != FINISHED or summary["trials"].get("running"):
         rows.append(("resume", f"{command} resume={where}"))
     elif samples is not None and config.search.algorithm.get("name") != "grid":
         rows.append(("extend", f"{command} resume={where} search.num_samples={2 * samples}"))

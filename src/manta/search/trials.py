@@ -99,11 +99,14 @@ class Watched(NotPickled):
         self.algorithm.ended(number, result, self.study.records[number].value)
 
     def on_trial_remove(self, controller: Any, trial: Trial) -> None:
-        """Stopped while it was paused."""
+        """Stopped while it was paused; some schedulers also call it themselves when a trial ends."""
         number = number_of(trial)
-        self.study.ended(number, STOPPED)
+        stopped = self.study.silent or self.study.records[number].state == RUNNING
+        if stopped:
+            self.study.ended(number, STOPPED)
         super().on_trial_remove(controller, trial)  # type: ignore[misc]
-        self.algorithm.ended(number, trial.last_result, self.study.records[number].value)
+        if stopped:
+            self.algorithm.ended(number, trial.last_result, self.study.records[number].value)
 
     def on_trial_error(self, controller: Any, trial: Trial) -> None:
         self.known.discard(trial.trial_id)

@@ -1,6 +1,5 @@
 """A search on Ray Tune: starting it, following it, ending it; then the best configuration once more, with fresh seeds."""
 
-import dataclasses
 import os
 import random
 import shutil
@@ -8,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from ray.util.placement_group import PlacementGroup
 from manta import runs
 from manta.cluster import TELL_S
 from manta.config import Config, from_hydra
-from manta.errors import FAILED, MantaError
+from manta.errors import FAILED, FINISHED, INTERRUPTED, MantaError
 from manta.plan import Needs, Node, trials_at_once
 from manta.resume import load
 from manta.runs import RunDir
@@ -115,7 +114,9 @@ class Search:
             self.until_done(self._tuner().fit, self._follow)
         self._release(range(len(self.study.records)))
         records, best = self.study.records, self.study.best()
-        results.write_csv(self.run, self.config, self.space, records)
+        cut = [replace(r, state=runs.INTERRUPTED) if r.state == runs.RUNNING else r for r in records]
+        results.write_csv(self.run, self.config, self.space, cut)
+        self._settle(cut)
         # The very best may have died before its checkpoint was written.
         any(publish_best(self.run, self.space, record) for record in ranked(records, self.config.objective.mode))
         refit = Refit(self)
@@ -184,7 +185,7 @@ class Search:
     def _follow(self) -> None:
         """Several times a second while trials run."""
         now, (running, waiting) = time.monotonic(), self._alive()
-        self._settle()
+        self._settle(list(self.study.records))
         self.view.trials(self.study.records, running, waiting, self._eta(now - self._began))
         budget = self.config.search.time_budget_s
         if budget is not None and now - self._began > budget and not self.trials.stopping:
@@ -207,9 +208,10 @@ class Search:
     def _alive(self) -> tuple[list[Record], int]:
         """Running trials, and how many wait."""
         trials = list(self.trials.given)
-        running = [t for t in trials if t.status == TuneTrial.RUNNING]
-        waiting = sum(t.status in (TuneTrial.PENDING, TuneTrial.PAUSED) for t in trials)
-        return [self.study.records[number_of(t)] for t in running], waiting
+        alive = [(t, self.study.records[number_of(t)]) for t in trials]
+        alive = [(t, record) for t, record in alive if record.state == runs.RUNNING]
+        running = [record for t, record in alive if t.status == TuneTrial.RUNNING]
+        return running, len(alive) - len(running)
 
     def _eta(self, elapsed: float) -> float | None:
         """Seconds to the end at the pace of this launch."""
@@ -267,8 +269,8 @@ class Search:
 
     def trial_config(self, values: dict[str, Any], **changes: Any) -> Config:
         config = self.space.config(values)
-        scaling = dataclasses.replace(self.config.scaling, num_workers=self.needs.num_workers)
-        return dataclasses.replace(config, scaling=scaling, cluster=self.config.cluster, **changes)
+        scaling = replace(self.config.scaling, num_workers=self.needs.num_workers)
+        return replace(config, scaling=scaling, cluster=self.config.cluster, **changes)
 
     def _renew(self, trial: TuneTrial) -> None:
         record = self.study.records[number_of(trial)]
@@ -284,16 +286,16 @@ class Search:
 
     # --- what becomes of them ----------------------------------------------------------------------------------------
 
-    def _settle(self) -> None:
+    def _settle(self, records: list[Record]) -> None:
         """Trials that have ended say so in their own directories."""
-        for record in list(self.study.records):
+        for record in records:
             if record.state == runs.RUNNING or (record.number, record.state) in self._settled:
                 continue
             self._settled.add((record.number, record.state))
             trial = trial_dir(self.run, record.number)
             if not trial.path.is_dir() or trial.read("status.json").get("state") == record.state:
                 continue
-            code = FAILED if record.state == runs.FAILED else 0
+            code = {runs.FAILED: FAILED, runs.INTERRUPTED: INTERRUPTED}.get(record.state, FINISHED)
             trial.update_status(state=record.state, finished=runs.now(), error=record.error, exit_code=code)
             summary = trial.read("summary.json")
             if summary and record.state == STOPPED:

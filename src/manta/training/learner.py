@@ -149,12 +149,12 @@ class Learner:
         if not found:
             return
         what = "the gradient is not finite" if math.isfinite(loss.item()) else f"the loss is {loss.item()}"
-        raise MantaError(
-            f"Training diverged: {what} at step {step} on rank {self.session.rank}. Nothing was overwritten. "
-            f"Try a lower optimizer.lr (now {self.lr:.3g}) or training.grad_clip_norm=1.0, "
-            f"then continue from the last checkpoint: python train.py resume={self.session.run} optimizer.lr=...",
-            code=FAILED,
+        message = f"Training diverged: {what} at step {step} on rank {self.session.rank}."
+        advice = (
+            f" Nothing was overwritten. Try a lower optimizer.lr (now {self.lr:.3g}) or training.grad_clip_norm=1.0, "
+            f"then continue from the last checkpoint: python train.py resume={self.session.run} optimizer.lr=..."
         )
+        raise MantaError(message if self.session.watched else message + advice, code=FAILED)
 
     # --- schedule ------------------------------------------------------------------------------------------------
 
