@@ -8,9 +8,10 @@ from manta.training.checkpoint import load_checkpoint
 from tests.conftest import Lab, history
 
 # 1,437 samples in batches of 50: the last batch has 37, which neither 2 nor 3 workers nor 2 or 4 micro-batches divide.
+# With micro-batches of one, two of three workers have nothing left for the last one. Every gradient is clipped.
 SETTINGS = (
     "model=mlp", "data.batch_size=50", "training.epochs=2", "training.precision=fp64", "training.log_every_n_steps=1",
-    "training.grad_clip_norm=1.0", "training.ema.enabled=true", "seed=7",
+    "training.grad_clip_norm=0.01", "training.ema.enabled=true", "seed=7",
 )  # fmt: skip
 
 
@@ -47,7 +48,7 @@ def test_accumulation(lab: Lab, reference, micro: int) -> None:
     assert_same(lab.run("scaling=in_process", f"data.micro_batch_size={micro}", *SETTINGS), reference)
 
 
-@pytest.mark.parametrize(("workers", "micro"), [(1, "null"), (2, "null"), (2, 7), (3, 9)])
+@pytest.mark.parametrize(("workers", "micro"), [(1, "null"), (2, "null"), (2, 7), (3, 1)])
 @pytest.mark.usefixtures("ray_cluster")
 def test_workers(lab: Lab, reference, workers: int, micro: object) -> None:
     scaling = ("scaling=cpu", f"scaling.num_workers={workers}", "scaling.resources_per_worker={CPU: 1}")
