@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pexpect
@@ -77,10 +78,12 @@ def test_before_training_has_begun(lab: Lab) -> None:
     """While Ray starts there is nothing to save: it stops at once."""
     process = lab.start(*SLOW, "scaling=cpu")
     wait_for(lambda: (lab.folder / "latest").exists(), process)
+    time.sleep(1)  # the workers are starting, which takes several seconds
     family = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output
+    assert not (lab.latest.path / "workers.json").exists(), "it went on until training began"
     assert lab.latest.read("status.json")["state"] == "interrupted"
     assert "Traceback" not in output
     _, alive = psutil.wait_procs(family, timeout=20)

@@ -16,7 +16,7 @@ from tests.conftest import Lab, history, summary
 # 29 steps an epoch, the last one uneven; everything that has a state is on. Killed in the second epoch after step 37.
 SETTINGS = (
     "model=mlp", "model.dropout=0.2", "data.batch_size=50", "optimizer=sgd", "optimizer.momentum=0.9", "optimizer.lr=0.02",
-    "scheduler=cosine", "training.epochs=4", "training.ema.enabled=true", "training.log_every_n_steps=3",
+    "scheduler=cosine", "training.epochs=4", "training.ema.enabled=true", "training.log_every_n_steps=4",
     "training.early_stopping.patience=3", "training.checkpoint.every_n_steps=5", "allowed_targets=[manta,torch,tests]",
 )  # fmt: skip
 
@@ -49,6 +49,13 @@ def assert_identical(run: RunDir, reference: RunDir) -> None:
     }
 
 
+def kept(run: RunDir) -> bytes:
+    """The history that a resume keeps as it is, times included: what is trained again has other times."""
+    position = run.read("checkpoints/last/meta.json")["metrics_bytes"]
+    assert position > 0
+    return run.metrics.read_bytes()[:position]
+
+
 def never(lab: Lab) -> str:
     """The same transform that never fires, so that configurations are alike."""
     return kill_at(10**9, lab.folder / "never")
@@ -78,10 +85,23 @@ def test_killed_in_process(lab: Lab, undisturbed: dict[int, RunDir], call: int) 
     assert killed.returncode == -signal.SIGKILL
     assert marker.exists()
     assert json.loads((lab.latest.path / "status.json").read_text())["state"] == "running"
+    before = kept(lab.latest)
     assert lab.launch("resume=latest") == 0
+    assert lab.latest.metrics.read_bytes().startswith(before)
     assert_identical(lab.latest, undisturbed[0])
     status = lab.latest.read("status.json")
     assert (status["state"], status["attempts"]) == ("finished", 2)
+
+
+def test_killed_after_the_best(lab: Lab) -> None:
+    """Nothing is learned, so the first epoch is the best and three more end the run: a resume knows both."""
+    settings = (*(each for each in SETTINGS if "lr=" not in each and "epochs=" not in each), "optimizer.lr=1e-12")
+    whole = lab.run("scaling=in_process", never(lab), *settings)
+    assert (summary(whole)["epoch"], summary(whole)["best"]["epoch"]) == (4, 1)
+    killed = lab.command("scaling=in_process", kill_at(70, lab.folder / "fired"), *settings)
+    assert killed.returncode == -signal.SIGKILL
+    assert lab.launch("resume=latest") == 0
+    assert_identical(lab.latest, whole)
 
 
 @pytest.mark.usefixtures("ray_cluster")
@@ -91,7 +111,9 @@ def test_killed_single_worker(lab: Lab, undisturbed: dict[int, RunDir]) -> None:
         lab.launch("scaling=cpu", "scaling.num_workers=1", *RESOURCES, kill_at(38, lab.folder / "fired"), *SETTINGS)
     assert failed.value.code == 1
     assert lab.latest.read("status.json")["state"] == "failed"
+    before = kept(lab.latest)
     assert lab.launch("resume=latest") == 0
+    assert lab.latest.metrics.read_bytes().startswith(before)
     assert_identical(lab.latest, undisturbed[0])
 
 
@@ -117,7 +139,9 @@ def test_killed_driver(lab: Lab, request: pytest.FixtureRequest, workers: int) -
         request.getfixturevalue("undisturbed_on_two") if workers == 2 else request.getfixturevalue("undisturbed")[0]
     )
     request.getfixturevalue("ray_cluster")
+    before = kept(lab.latest)
     assert lab.launch("resume=latest") == 0
+    assert lab.latest.metrics.read_bytes().startswith(before)
     assert not is_locked(lab.latest)
     assert_identical(lab.latest, reference)
 
@@ -132,13 +156,16 @@ def test_a_fresh_run_never_continues_another(lab: Lab) -> None:
 
 def test_finished_runs_say_so_and_can_be_extended(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
     run = lab.run("scaling=in_process", "scheduler=constant", "training.epochs=2")
-    before = history(run)
+    before = run.metrics.read_bytes()
     assert lab.launch("resume=latest") == 0
     assert "is finished" in capsys.readouterr().out
     assert lab.launch("resume=latest", "training.epochs=4") == 0
-    assert history(run)[: len(before)] == before
+    assert run.metrics.read_bytes().startswith(before)
     assert summary(run)["epoch"] == 4
-    assert (run.path / "overrides.txt").read_text().splitlines()[-1] == "resume=latest training.epochs=4"
+    assert (run.path / "overrides.txt").read_text().splitlines() == [
+        "scaling=in_process scheduler=constant training.epochs=2",
+        "resume=latest training.epochs=4",
+    ]
     # With a schedule that does not depend on the length, longer is the same as long from the start.
     whole = lab.run("scaling=in_process", "scheduler=constant", "training.epochs=4")
     assert history(run) == history(whole)
@@ -163,22 +190,28 @@ def test_resumed_on_another_number_of_workers(lab: Lab) -> None:
 
 
 def test_resumed_with_less_than_it_has_done(lab: Lab) -> None:
-    """Nothing is left to train: it is judged and ends."""
-    lab.run("scaling=in_process", "training.max_steps=30", "training.test=false")
+    """Nothing is left to train: it is judged and ends, in the middle of an epoch too."""
+    checkpoints = ("training.checkpoint.every_n_steps=10", "training.checkpoint.keep=99")
+    run = lab.run("scaling=in_process", "training.max_steps=30", "training.test=false", *checkpoints)
     assert lab.launch("resume=latest", "training.max_steps=10", "training.test=true") == 0
-    assert summary(lab.latest)["step"] == 30
-    assert "test/accuracy" in summary(lab.latest)["test"]
+    assert summary(run)["step"] == 30
+    assert "test/accuracy" in summary(run)["test"]
+    (run.checkpoints / "last").unlink()
+    (run.checkpoints / "last").symlink_to("step-00000020")
+    assert lab.launch("resume=latest", "training.max_steps=11") == 0
+    assert summary(run)["step"] == history(run)[-1]["step"] == 20
+    assert "val/accuracy" in history(run)[-1]
 
 
 def test_without_a_usable_last(lab: Lab, capfd: pytest.CaptureFixture[str]) -> None:
     """`last` is gone or names nothing: the newest whole checkpoint is used and said; history is kept."""
     run = lab.run("scaling=in_process", "scheduler=constant", "training.epochs=2", "training.checkpoint.keep=2")
-    before = history(run)
+    before = run.metrics.read_bytes()
     (run.checkpoints / "last").unlink()
     (run.checkpoints / "last").symlink_to("step-99999999")
     assert lab.launch("resume=latest", "training.epochs=3") == 0
     assert "continuing from step-00000046" in capfd.readouterr().out
-    assert history(run)[: len(before)] == before
+    assert run.metrics.read_bytes().startswith(before)
     assert history(run)[-1]["step"] == 69
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,9 @@ def test_status_and_provenance(lab: Lab) -> None:
     assert {key: status[key] for key in ("state", "attempts", "error", "exit_code")} == {
         "state": "finished", "attempts": 1, "error": None, "exit_code": 0,
     }  # fmt: skip
-    assert str(status["started"]) < str(status["finished"])
+    times = [datetime.fromisoformat(str(status[name])) for name in ("started", "attempt_started", "finished")]
+    assert times == sorted(times)
+    assert times[0] < times[2]
     assert provenance["python"]
     assert provenance["packages"]["torch"] == torch.__version__.split("+")[0]  # type: ignore[index]
     assert provenance["environment"]["CUDA_TEST"] == "seen"  # type: ignore[index]
