@@ -169,9 +169,10 @@ def test_exit_codes_and_tracebacks_of_the_command(lab: Lab) -> None:
     assert json.loads((lab.latest.path / "status.json").read_text())["error"] == "the user's own mistake"
 
 
-def test_a_closed_pipe_does_not_stop_training(lab: Lab) -> None:
+@pytest.mark.parametrize("settings", ["scaling=in_process", "search=random search.num_samples=1 search.refit=false"])
+def test_a_closed_pipe_does_not_stop_training(lab: Lab, settings: str) -> None:
     """`python train.py | head -1`: nobody reads any more, the run goes on to its end."""
-    command = f"{sys.executable} {ROOT / 'train.py'} storage.path={lab.folder} scaling=in_process training.epochs=3"
+    command = f"{sys.executable} {ROOT / 'train.py'} storage.path={lab.folder} {settings} training.epochs=3"
     done = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {command} | head -1"], capture_output=True, text=True, cwd=lab.folder, timeout=120, check=False
     )  # fmt: skip

@@ -63,8 +63,7 @@ class Terminal(Console):
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
-        if self.file is sys.stdout:  # else Python complains of it at the end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())  # what it still buffers goes nowhere
 
 
 @dataclass
