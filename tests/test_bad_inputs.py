@@ -121,7 +121,7 @@ COMMANDS = [
     Bad("search=asha 'search.space.optimizer.lrr=uniform(0.1,1)'",
         ("search.space.optimizer.lrr=uniform(0.1,1)", "Did you mean search.space.optimizer.lr?")),
     Bad("search=asha 'search.space.modle=choice(mlp,cnn)'", ("search.space.modle", "Did you mean search.space.model?")),
-    Bad("search=asha 'search.space.model=choice(mlp,cn)'", ("search.space.model=choice(mlp,cn)", "Did you mean cnn?")),
+    Bad("search=asha 'search.space.model=choice(mlp, cn)'", ("search.space.model=choice(mlp, cn)", "Did you mean cnn?")),
     Bad("search=asha 'search.space.optimizer.lr=loguni(1e-4, 1)'", ("optimizer.lr=loguni(1e-4, 1)", "Did you mean loguniform?")),
     Bad("search=asha 'search.space.optimizer.lr=loguniform(0, 1)'", ("lower=0", "above 0", "Set lower=0.001")),
     Bad("search=asha 'search.space.optimizer.lr=uniform(-1, 1)'", ("search.space.optimizer.lr=uniform(-1, 1)", "lr=-1.0", "> 0")),

@@ -77,7 +77,7 @@ def _with_domain(argument: str, others: Sequence[str]) -> str:
     if re.match(r"\w+\s*\(", value):
         whole = name.count(".") == 2  # a group: what a space file searches in it stays
         more = any(other.lstrip("+").startswith(f"{name}.") for other in others)
-        if (whole or more) and (options := _options(value)):
+        if (whole or more) and (options := _options(value)) and all(map(str.isidentifier, options)):
             return f"++{name}.choice={{{', '.join(f'{option}: {{}}' for option in options)}}}"
         value = quoted(value)
     elif not set("'\"") & set(value):
