@@ -208,6 +208,8 @@ def test_without_a_refit_the_best_checkpoint_is_tested_once(lab: Lab) -> None:
     assert done.returncode == 0, done.stderr
     again = json.loads((best.path / "evaluation-best.json").read_text())["metrics"]["test/accuracy"]
     assert summary(run)["test"]["test/accuracy"] == again
+    looks = [json.loads(path.read_text())["test"] for path in run.path.glob("trials/*/summary.json")]
+    assert looks == [{}, {}]
     assert not (run.path / "refit").exists()
 
 
