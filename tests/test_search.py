@@ -20,7 +20,7 @@ from tests.conftest import Lab, history, make_config, summary
 QUICK = ("training.limit_train_batches=8", "search.refit=false", "search.max_concurrent_trials=1")
 SHORT = ("training.epochs=3", "training.test=false", *QUICK)
 TEST_RECIPE = "allowed_targets=[manta,torch,tests]"
-pytestmark = pytest.mark.usefixtures("ray_cluster")
+pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]
 
 
 def trials(run: RunDir) -> pd.DataFrame:

@@ -28,6 +28,7 @@ from tests.conftest import ROOT, Lab, compose_run, history, make_config, summary
 
 SHORT = ("training.epochs=3", "training.limit_train_batches=8", "search.refit=false", "training.test=false")
 METRIC = "val/accuracy"
+pytestmark = pytest.mark.timeout(900)
 
 
 def event_lines(lab: Lab) -> int:
