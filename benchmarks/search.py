@@ -2,13 +2,11 @@
 
     python benchmarks/search.py            # some minutes; the pattern of a TorchTrainer in every trial is most of it
     python benchmarks/search.py memory     # 1,000 trials
-    python benchmarks/search.py sweeper    # also Hydra's Optuna sweeper (pip install --target needs a package index)
 
 Budgets: a trial of one worker costs at most 0.3 s on 2 cores, and a hundredth of a TorchTrainer built in every trial.
 """
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -66,36 +64,6 @@ def nested() -> float:
     return (many - few) / 4
 
 
-def sweeper() -> float:
-    """Seconds a trial of Hydra's Optuna sweeper (it needs Optuna 2, so it gets a folder of its own)."""
-    with tempfile.TemporaryDirectory() as folder:
-        install = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--target",
-            folder,
-            "hydra-optuna-sweeper",
-            "numpy<2",
-        ]
-        subprocess.run(install, check=True, capture_output=True)
-        environment = {**os.environ, "PYTHONPATH": folder}
-        times = []
-        for count in (4, 12):
-            command = [sys.executable, str(ROOT / "train.py"), "-m", f"storage.path={folder}/out", "scaling=in_process"]
-            command += [
-                "hydra/sweeper=optuna",
-                f"hydra.sweeper.n_trials={count}",
-                "optimizer.lr=tag(log,interval(1e-4,1e-1))",
-            ]
-            started = time.perf_counter()
-            subprocess.run([*command, *TRIVIAL[:3]], check=True, capture_output=True, env=environment)
-            times.append(time.perf_counter() - started)
-    return (times[1] - times[0]) / 8
-
-
 def memory(count: int = 1000) -> None:
     """The driver's memory as trials go by."""
     with tempfile.TemporaryDirectory() as folder:
@@ -129,8 +97,6 @@ def main() -> None:
     print(f"two workers, started once                  {several:6.2f} s a trial", flush=True)
     theirs = nested()
     print(f"a TorchTrainer built in every trial        {theirs:6.2f} s a trial  ({theirs / ours:.0f}x)", flush=True)
-    if "sweeper" in sys.argv:
-        print(f"Hydra's Optuna sweeper, one process        {sweeper():6.2f} s a trial", flush=True)
     sys.exit(ours > 0.3 or theirs / ours < 100)
 
 
