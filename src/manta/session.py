@@ -42,8 +42,6 @@ class Session:
     """A trial of a search, the same on every rank: `decide` is asked after every validation; no look at the test split."""
     decide: Callable[[dict[str, Any]], bool] = lambda _: False
     """On rank 0 of a watched run: given {"epoch", "step", "metrics"} of a validation, whether to end here."""
-    labels: dict[str, Any] = field(default_factory=dict)
-    """Written into every checkpoint's meta.json."""
     _metrics: MetricsFile | None = None
     _control: Any = field(default=None, repr=False)
 

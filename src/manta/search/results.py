@@ -45,11 +45,6 @@ def counts(records: list[Record]) -> dict[str, int]:
     return {state: found[state] for state in STATES}
 
 
-def best_values(records: list[Record], config: Config) -> dict[str, Any]:
-    """The values of the best trial, by flat key."""
-    return values_of(ranked(records, config.objective.mode)[0])
-
-
 def one_line(error: str | None) -> str:
     """What an error says: of a traceback the last line."""
     lines = (error or "").strip().splitlines()

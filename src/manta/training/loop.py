@@ -301,7 +301,6 @@ class Loop:
                 "metrics": progress.metrics,
                 "validation": progress.validation,
                 "world_size": session.world_size,
-                **session.labels,
             }
             self.writer.save(
                 state, meta, best, partial(session.run.write, "summary.json", self._summary("running", {}))
