@@ -6,6 +6,7 @@ Nothing heavy is imported here, so help, tab completion and configuration errors
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -14,13 +15,16 @@ from omegaconf import DictConfig, OmegaConf
 
 from manta.errors import FINISHED, INTERRUPTED, JobError, MantaError, exit_code
 
+if TYPE_CHECKING:
+    from manta.launch import Outcome
+
 HERE = Path(__file__).resolve().parent
 CODES: list[int] = []  # one a job
 TRACEBACKS = False  # HYDRA_FULL_ERROR=1 or traceback=true
 
 
-def run(cfg: DictConfig, overrides: list[str]) -> int:
-    """From a composed configuration to an exit code."""
+def run(cfg: DictConfig, overrides: list[str]) -> "Outcome":
+    """From a composed configuration to an outcome."""
     from manta.checks import check
     from manta.config import from_hydra
     from manta.search.prepare import space_of
@@ -39,16 +43,26 @@ def run(cfg: DictConfig, overrides: list[str]) -> int:
 
 
 @hydra.main(version_base="1.3", config_path=str(HERE / "conf"), config_name="config")
-def job(cfg: DictConfig) -> None:
-    """One run, or one of a multirun: there every job gets its turn, and the first failure becomes the exit code."""
+def job(cfg: DictConfig) -> float | None:
+    """One run, or one of a multirun: there every job gets its turn, and the first failure becomes the exit code.
+
+    Returns the best value of the objective, for sweepers that optimise.
+    """
     settings = HydraConfig.get()
     overrides = list(OmegaConf.to_container(settings.overrides.task, resolve=False))  # type: ignore[arg-type]
-    code = exit_code(lambda: run(cfg, overrides), TRACEBACKS or cfg.traceback)
+    outcomes: list[Outcome] = []
+
+    def go() -> int:
+        outcomes.append(run(cfg, overrides))
+        return outcomes[0].code
+
+    code = exit_code(go, TRACEBACKS or cfg.traceback)
     CODES.append(code)
     if code == INTERRUPTED:
         raise KeyboardInterrupt
     if code != FINISHED and settings.mode == RunMode.MULTIRUN:
         raise JobError(code)
+    return outcomes[0].objective if outcomes else None
 
 
 def main() -> int:

@@ -3,9 +3,12 @@
     python benchmarks/search.py            # some minutes; the pattern of a TorchTrainer in every trial is most of it
     python benchmarks/search.py memory     # 1,000 trials
 
+With Hydra's Optuna sweeper on PYTHONPATH (docs/log.md says how to install it beside this Hydra) it is measured too.
+
 Budgets: a trial of one worker costs at most 0.3 s on 2 cores, and a hundredth of a TorchTrainer built in every trial.
 """
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -64,6 +67,25 @@ def nested() -> float:
     return (many - few) / 4
 
 
+def sweeper() -> float | None:
+    """Seconds a trial of Hydra's Optuna sweeper, whose jobs train one after the other in one process; None = not there."""
+    if importlib.util.find_spec("hydra_plugins.hydra_optuna_sweeper") is None:
+        return None
+    space = ("optimizer.lr=tag(log,interval(1e-4,1e-1))", "data.batch_size=choice(32,64,128)", "scaling=in_process")
+    times = [
+        seconds(
+            "-m",
+            "hydra/sweeper=optuna",
+            f"hydra.sweeper.n_trials={count}",
+            "hydra.sweeper.n_jobs=1",
+            *space,
+            *TRIVIAL[:3],
+        )
+        for count in (4, 24)
+    ]
+    return (times[1] - times[0]) / 20
+
+
 def memory(count: int = 1000) -> None:
     """The driver's memory as trials go by."""
     with tempfile.TemporaryDirectory() as folder:
@@ -95,6 +117,9 @@ def main() -> None:
     print(f"one worker, in the trial's own process     {ours:6.2f} s a trial", flush=True)
     several = marginal(2, 10, "search=random", "scaling=cpu", "search.max_concurrent_trials=1", *TRIVIAL)
     print(f"two workers, started once                  {several:6.2f} s a trial", flush=True)
+    hydra = sweeper()
+    if hydra is not None:
+        print(f"Hydra's Optuna sweeper, in one process     {hydra:6.2f} s a trial  ({hydra / ours:.1f}x)", flush=True)
     theirs = nested()
     print(f"a TorchTrainer built in every trial        {theirs:6.2f} s a trial  ({theirs / ours:.0f}x)", flush=True)
     sys.exit(ours > 0.3 or theirs / ours < 100)

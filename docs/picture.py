@@ -36,7 +36,7 @@ def main() -> None:
         os.chdir(folder)
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
             config = from_hydra(compose("config", [*OVERRIDES, "scaling=in_process"]))
-        code = launch.launch(config, OVERRIDES)
+        code = launch.launch(config, OVERRIDES).code
     svg = recorded[0].export_svg(title=f"python train.py {' '.join(OVERRIDES)}")
     # No fonts from the network: the reader's own monospace will do.
     svg = re.sub(r"@font-face\s*{[^}]*}", "", svg).replace("Fira Code", "ui-monospace, Menlo, Consolas")

@@ -63,7 +63,7 @@ class Lab:
     def launch(self, *overrides: str) -> int:
         """What `python train.py` does after Hydra; the exit code, or the error raised."""
         config, previous, space = compose_run(f"storage.path={self.folder}", *overrides)
-        return launch(config, list(overrides), previous, space)
+        return launch(config, list(overrides), previous, space).code
 
     def command(self, *arguments: str, script: str = "train.py", **options: Any) -> "subprocess.CompletedProcess[str]":
         """Run a script of the project to its end as a user would."""

@@ -7,6 +7,8 @@ import os
 import signal
 from typing import Any
 
+from hydra.core.utils import JobReturn
+from hydra.experimental.callback import Callback
 from torch import Tensor, nn
 
 from manta.config import Config
@@ -117,3 +119,10 @@ def _digest(loop: Loop) -> str:
     for tensor in [*state["model"].values(), *moments]:
         found.update(tensor.cpu().numpy().tobytes())
     return found.hexdigest()
+
+
+class Returned(Callback):
+    """A callback of Hydra that prints what each job returns to a sweeper."""
+
+    def on_job_end(self, job_return: JobReturn, **_: Any) -> None:
+        print(f"returned {job_return._return_value}")

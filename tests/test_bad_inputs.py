@@ -521,7 +521,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def launch_from(*arguments: str) -> int:
     config, previous, space = compose_run(*arguments)
-    return launch(config, list(arguments), previous, space)
+    return launch(config, list(arguments), previous, space).code
 
 
 def image(folder: Path) -> None:
@@ -573,7 +573,7 @@ def test_a_plan_leaves_nothing_behind(
         "training.epochs=10",
         f"storage.path={tmp_path}",
     )
-    assert launch(compose_run(*settings)[0], []) == FINISHED
+    assert launch(compose_run(*settings)[0], []).code == FINISHED
     workers = {"in_process": "none: in this process", "cpu": "2 on CPU, 3 CPU each, ddp"}[scaling]
     assert_says(capsys.readouterr().out, ("Plan\n", "MLP, 50,826 parameters", "train 1,437", "230 steps", workers))
     assert list(tmp_path.iterdir()) == []

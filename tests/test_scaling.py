@@ -129,8 +129,9 @@ def test_several_jobs_in_one_process(lab: Lab) -> None:
 
 
 def test_a_multirun_of_seeds(lab: Lab) -> None:
-    """Each job has its own directory; an impossible one in the middle stops no other."""
-    done = lab.command("scaling=in_process", "seed=1,4294967296,2", *SHORT, "-m")
+    """Each job has its own directory; an impossible one in the middle stops no other. Sweepers get the objective."""
+    tell = "+hydra.callbacks.tell._target_=tests.probes.Returned"
+    done = lab.command("scaling=in_process", "seed=1,4294967296,2", tell, *SHORT, "-m")
     assert done.returncode == INVALID, done.stderr
     assert "seed=4294967296" in done.stderr
     assert states(lab) == ["finished", "finished"]
@@ -139,6 +140,9 @@ def test_a_multirun_of_seeds(lab: Lab) -> None:
         "seed: 1",
         "seed: 2",
     ]
+    values = [json.loads(path.with_name("summary.json").read_text())["objective"]["value"] for path in runs]
+    told = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("returned")]
+    assert sorted(told) == sorted([*map(str, values), str(INVALID)])  # what raised is its answer
 
 
 def states(lab: Lab) -> list[str]:

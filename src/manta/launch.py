@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from manta import plan, runs
 from manta.cluster import connect, has_cuda, is_running, worker_lines
@@ -74,8 +74,24 @@ class Interrupts:
         self.ask()
 
 
-def launch(config: Config, overrides: list[str], previous: RunDir | None = None, space: "Space | None" = None) -> int:
-    """Run a configuration, or continue `previous` with it; with a search space, search. An exit code.
+class Outcome(NamedTuple):
+    """How a launch ended."""
+
+    code: int
+    run: RunDir | None
+    """None: only a plan was asked for."""
+
+    @property
+    def objective(self) -> float | None:
+        """The best value of the objective: what a sweeper of Hydra's optimises."""
+        found = self.run.read("summary.json").get("objective", {}) if self.run is not None else {}
+        return found.get("value")
+
+
+def launch(
+    config: Config, overrides: list[str], previous: RunDir | None = None, space: "Space | None" = None
+) -> Outcome:
+    """Run a configuration, or continue `previous` with it; with a search space, search.
 
     Raises:
         MantaError: the request is invalid or can never be satisfied (then nothing was written), or training failed.
@@ -86,14 +102,14 @@ def launch(config: Config, overrides: list[str], previous: RunDir | None = None,
         if space is not None:
             more = f"search.num_samples={2 * sum(previous.read('summary.json')['trials'].values())}"
         view.say(f"{previous} is finished. To go on: python train.py resume={shlex.quote(str(previous))} {more}")
-        return FINISHED
+        return Outcome(FINISHED, previous)
     with ExitStack() as stack:
         stack.callback(view.close)
         interrupts = stack.enter_context(Interrupts(view.say).installed())
         try:
             return Launch(config, overrides, previous, space, view, interrupts).go()
         except KeyboardInterrupt:
-            return INTERRUPTED
+            return Outcome(INTERRUPTED, None)
         except SystemExit as error:
             raise MantaError(
                 f"Code of the model, the data or another plug-in ended this process with sys.exit({error.code}).",
@@ -112,7 +128,7 @@ class Launch:
     view: View
     interrupts: Interrupts
 
-    def go(self) -> int:
+    def go(self) -> Outcome:
         config = self.config
         # Inside a Ray that is up already (a job of Hydra's ray launcher) its nodes count, not this machine.
         local = config.scaling.num_workers == 0 or (config.cluster.kind == "local" and not is_running())
@@ -124,7 +140,7 @@ class Launch:
             )
         return self.search(recipe, local) if self.space is not None else self.train(recipe, local)
 
-    def train(self, recipe: "Recipe", local: bool) -> int:
+    def train(self, recipe: "Recipe", local: bool) -> Outcome:
         """One run."""
         config, view = self.config, self.view
         needs = plan.resolve(config, [plan.local_node(config.cluster)]) if local else None
@@ -138,7 +154,7 @@ class Launch:
             rows = [*outline.rows, *_scaling_rows(config, needs)]
             return self.run(rows, partial(self._on_ray, needs), _result, progress)
 
-    def search(self, recipe: "Recipe", local: bool) -> int:
+    def search(self, recipe: "Recipe", local: bool) -> Outcome:
         """Many runs."""
         from manta.search.report import plan_rows, result_rows
 
@@ -169,12 +185,12 @@ class Launch:
         execute: Callable[[RunDir], str],
         result: Callable[[RunDir, str, float], Any],
         progress: Callable[[], AbstractContextManager[Any]],
-    ) -> int:
+    ) -> Outcome:
         """Show the plan, make the run directory, execute, and record how it ended."""
         view = self.view
         if self.config.plan:
             view.say(table("Plan", rows))
-            return FINISHED
+            return Outcome(FINISHED, None)
         run = self.previous or runs.create(self.config)
         before = (run.path / "config.yaml").read_bytes() if self.previous is not None else None
         began = time.monotonic()
@@ -207,7 +223,7 @@ class Launch:
         run.update_status(state=state, finished=runs.now(), exit_code=code)
         _set_summary_state(run, state)
         view.say(result(run, state, time.monotonic() - began))
-        return code
+        return Outcome(code, run)
 
     def _in_process(self, needs: Needs, run: RunDir) -> str:
         from manta import session
