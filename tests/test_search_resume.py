@@ -171,8 +171,12 @@ def stub(record: Record) -> Trial:
     return Trial("stub", config=dict(record.values), trial_id=f"{record.number:05d}", stub=True)
 
 
+def rank(number: int) -> int:
+    return number * 7 % 9
+
+
 def simulate(folder: Path, *overrides: str, count: int = 9) -> tuple[Study, Any, Any]:
-    """Nine trials whose number is their value, one epoch after the other, through a real scheduler and algorithm."""
+    """Nine trials, one epoch after the other, through a real scheduler and algorithm; the values are those of `rank`."""
     config, _, space = compose_run(*overrides)
     assert space is not None
     study = Study(folder / "search.jsonl", config.objective)
@@ -198,10 +202,11 @@ def simulate(folder: Path, *overrides: str, count: int = 9) -> tuple[Study, Any,
             if trial.is_finished() or trial.status == Trial.PAUSED:
                 continue
             trial.status = Trial.RUNNING
-            value = number / 10 + epoch / 100
+            value = rank(number) / 10 + epoch / 100
             result = {"epoch": epoch, "step": epoch, f"metrics/{METRIC}": value, METRIC: value, "seconds": 1.0}
+            result["training_iteration"] = epoch
             decision = scheduler.on_trial_result(controller, trial, result)
-            trial.run_metadata.last_result = result
+            trial.update_last_result(result)
             if decision == TrialScheduler.STOP:
                 scheduler.on_trial_complete(controller, trial, result)
                 trial.status = Trial.TERMINATED
@@ -211,8 +216,10 @@ def simulate(folder: Path, *overrides: str, count: int = 9) -> tuple[Study, Any,
 
 
 def test_asha_knows_its_rungs_again(tmp_path: Path) -> None:
-    study, scheduler, _ = simulate(tmp_path, "search=asha", "training.epochs=9")
+    study, scheduler, controller = simulate(tmp_path, "search=asha", "training.epochs=9")
     study.close()
+    kept = {bool(trial.metric_analysis) for trial in controller.trials if trial.status == Trial.TERMINATED}
+    assert kept == {False}  # memory stays flat over many trials
     again, restored, _ = simulate(tmp_path, "search=asha", "training.epochs=9")
     rungs = [(milestone, dict(recorded)) for milestone, recorded in scheduler._brackets[0]._rungs]
     assert rungs == [(milestone, dict(recorded)) for milestone, recorded in restored._brackets[0]._rungs]
@@ -250,7 +257,7 @@ def test_optuna_has_seen_the_earlier_trials(tmp_path: Path) -> None:
     study.close()
     _, _, again = simulate(tmp_path, *settings)
     seen = [trial for trial in again.algorithm.searcher._ot_study.trials if trial.value is not None]  # type: ignore[attr-defined]
-    assert [trial.value for trial in seen] == pytest.approx([max(n / 9, n / 10 + 0.03) for n in range(9)])
+    assert [trial.value for trial in seen] == pytest.approx([max(n / 9, rank(n) / 10 + 0.03) for n in range(9)])
     assert again.algorithm.suggest(9) == live
 
 

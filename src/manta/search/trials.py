@@ -97,6 +97,8 @@ class Watched(NotPickled):
         self.study.ended(number, state)
         super().on_trial_complete(controller, trial, result)  # type: ignore[misc]
         self.algorithm.ended(number, result, self.study.records[number].value)
+        # Statistics of every metric of every trial, and JSON of them: most of the 64 KiB that Tune keeps of a trial.
+        trial.run_metadata.metric_n_steps, trial.run_metadata.metric_analysis = {}, {}
 
     def on_trial_remove(self, controller: Any, trial: Trial) -> None:
         """Stopped while it was paused; some schedulers also call it themselves when a trial ends."""
