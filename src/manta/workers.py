@@ -139,7 +139,9 @@ def _sign_of_life(run: RunDir) -> Path:
 
 def _trainer(config: Config, run: RunDir, needs: Needs, backend: str, payload: dict[str, Any]) -> Any:
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
+    from ray.train.torch import TorchTrainer
+
+    from manta.trainer import ProcessGroup
 
     workers: Any = needs.num_workers if needs.max_workers is None else (needs.num_workers, needs.max_workers)
     return TorchTrainer(
@@ -162,7 +164,7 @@ def _trainer(config: Config, run: RunDir, needs: Needs, backend: str, payload: d
             ),
             logging_config=LoggingConfig(log_level="WARNING"),
         ),
-        torch_config=TorchConfig(backend=backend, timeout_s=config.scaling.timeout_s),
+        torch_config=ProcessGroup(backend, config.scaling.timeout_s),  # type: ignore[arg-type]
     )
 
 
