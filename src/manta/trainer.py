@@ -58,3 +58,34 @@ def _leave() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def lean(trainer: type) -> type:
+    """A trainer for a Ray that this process started and that ends with it.
+
+    Ray Train gives its processes a runtime_env to hand environment variables on. There they are inherited anyway, and
+    with a runtime_env no waiting process can be used and Python starts twice in each. The rest is for Ray Data, which is
+    not used, and for a cluster that outlives the run.
+    """
+
+    class Lean(trainer):  # type: ignore[misc]
+        def _create_default_callbacks(self) -> list[Any]:
+            needless = ("DatasetsCallback", "PlacementGroupCleanerCallback")
+            return [each for each in super()._create_default_callbacks() if type(each).__name__ not in needless]
+
+        def _initialize_and_run_controller(self, **arguments: Any) -> Any:
+            from ray.train.v2._internal.execution.controller import TrainController
+
+            class Controller(TrainController):
+                def __init__(self, **arguments: Any) -> None:
+                    from ray.train.v2._internal.execution.worker_group import WorkerGroup
+
+                    group: Any = WorkerGroup
+                    group._get_worker_runtime_env = staticmethod(lambda custom_runtime_env: custom_runtime_env)
+                    super().__init__(**arguments)
+
+            controller: Any = ray.remote(num_cpus=0)(Controller).remote(**arguments)  # type: ignore[arg-type]
+            ray.get(controller.run.remote())
+            return ray.get(controller.get_result.remote())
+
+    return Lean
