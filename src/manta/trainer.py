@@ -61,12 +61,18 @@ def _leave() -> None:
 
 
 def lean(trainer: type) -> type:
-    """A trainer for a Ray that this process started and that ends with it.
+    """A trainer for a Ray that this process started and that ends with it; the trainer itself in a Ray that is made otherwise.
 
     Ray Train gives its processes a runtime_env to hand environment variables on. There they are inherited anyway, and
     with a runtime_env no waiting process can be used and Python starts twice in each. The rest is for Ray Data, which is
     not used, and for a cluster that outlives the run.
     """
+    try:
+        from ray.train.v2._internal.execution.worker_group import WorkerGroup
+    except ImportError:
+        return trainer
+    if not (hasattr(trainer, "_initialize_and_run_controller") and hasattr(WorkerGroup, "_get_worker_runtime_env")):
+        return trainer
 
     class Lean(trainer):  # type: ignore[misc]
         def _create_default_callbacks(self) -> list[Any]:
