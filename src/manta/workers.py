@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from manta.cluster import TELL_S, has_cuda, wait_for_resources, worker_lines
+from manta.cluster import TELL_S, has_cuda, is_own, wait_for_resources, worker_lines
 from manta.config import Config
 from manta.errors import FAILED, MantaError
 from manta.plan import REHEARSAL, Needs
@@ -139,10 +139,12 @@ def _sign_of_life(run: RunDir) -> Path:
 
 def _trainer(config: Config, run: RunDir, needs: Needs, backend: str, payload: dict[str, Any]) -> Any:
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
+    from ray.train.torch import TorchTrainer
+
+    from manta.trainer import ProcessGroup, lean
 
     workers: Any = needs.num_workers if needs.max_workers is None else (needs.num_workers, needs.max_workers)
-    return TorchTrainer(
+    return (lean(TorchTrainer) if is_own() else TorchTrainer)(
         _worker,
         train_loop_config=payload,
         scaling_config=ScalingConfig(
@@ -162,7 +164,7 @@ def _trainer(config: Config, run: RunDir, needs: Needs, backend: str, payload: d
             ),
             logging_config=LoggingConfig(log_level="WARNING"),
         ),
-        torch_config=TorchConfig(backend=backend, timeout_s=config.scaling.timeout_s),
+        torch_config=ProcessGroup(backend, config.scaling.timeout_s),  # type: ignore[arg-type]
     )
 
 

@@ -22,6 +22,7 @@ _ENVIRONMENT = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
     "RAY_TRAIN_METRICS_ENABLED": "0",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
+    "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0",  # as Ray Train sets it
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -37,6 +38,14 @@ def is_running() -> bool:
     """Whether this process is connected to a Ray."""
     ray = sys.modules.get("ray")
     return ray is not None and ray.is_initialized()
+
+
+def is_own() -> bool:
+    """Whether the Ray that this process is connected to was started by it, here: `connect` joins all others."""
+    from ray._private import worker
+
+    node: Any = worker._global_node
+    return is_running() and node is not None and node.is_head()
 
 
 @contextmanager
