@@ -72,13 +72,6 @@ class Lab:
             capture_output=True, text=True, timeout=240, check=False, cwd=self.folder, **options,
         )  # fmt: skip
 
-    def command_ok(self, *arguments: str) -> bool:
-        """Whether `train.py` with these ends well; the folder is made."""
-        self.folder.mkdir(exist_ok=True)
-        done = self.command(*arguments)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return True
-
     def start(self, *arguments: str, **options: Any) -> "subprocess.Popen[str]":
         """Start train.py and return at once."""
         return subprocess.Popen(

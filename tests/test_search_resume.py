@@ -54,12 +54,13 @@ def trials(run: RunDir) -> pd.DataFrame:
                 "search.space.optimizer.lr=choice(0.001,0.003,0.01)",
                 "search.space.data.batch_size=choice(32,64)",
             ),
-            2,
+            1,
         ),
-        (("search=optuna", "search.num_samples=12", "search.algorithm.n_startup_trials=4"), 2),
+        (("search=optuna", "search.num_samples=12", "search.algorithm.n_startup_trials=4"), 1),
     ],
     ids=["random", "grid", "optuna"],
 )
+@pytest.mark.usefixtures("ray_cluster")
 def test_killed_at_random_moments(lab: Lab, search: tuple[str, ...], kills: int) -> None:
     """SIGKILL of the driver; the result is that of a search which was never disturbed (for Optuna, of as many trials)."""
     count = 6 if "search=grid" in search else 12
@@ -87,13 +88,13 @@ def test_killed_at_random_moments(lab: Lab, search: tuple[str, ...], kills: int)
         assert lines == [1, 2, 3]
     assert run.read("status.json")["attempts"] == kills + 1
     if "search=optuna" not in search:
-        undisturbed = Lab(lab.folder / "undisturbed")
-        assert undisturbed.command_ok(*search, *SHORT)
-        pd.testing.assert_frame_equal(found, trials(undisturbed.latest))
-        assert summary(run)["best"] == summary(undisturbed.latest)["best"]
+        undisturbed = Lab(lab.folder / "undisturbed").run(*search, *SHORT, "scaling.use_gpu=false")
+        pd.testing.assert_frame_equal(found, trials(undisturbed))
+        assert summary(run)["best"] == summary(undisturbed)["best"]
 
 
-def test_interrupted_and_extended(lab: Lab) -> None:
+@pytest.mark.usefixtures("ray_cluster")
+def test_interrupted_and_extended(lab: Lab, capfd: pytest.CaptureFixture[str]) -> None:
     """Ctrl-C: running trials write a checkpoint; 130; no process is left. Then more trials than were asked for first."""
     slow = (
         "allowed_targets=[manta,torch,tests]",
@@ -117,18 +118,19 @@ def test_interrupted_and_extended(lab: Lab) -> None:
     steps = [load_checkpoint(last)[1]["step"] for last in lasts if last.exists()]  # another may not have begun
     assert steps
     assert min(steps) > 0
-    done = lab.command("resume=latest", "search.num_samples=6")
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert lab.launch("resume=latest", "search.num_samples=6", "scaling.use_gpu=false") == 0
     found = trials(run)
     assert list(found.trial) == list(range(6))
     assert set(found.status) == {"finished"}
-    again = lab.command("resume=latest")
-    assert again.returncode == 0
-    assert "is finished. To go on: python train.py resume=" in again.stdout
-    assert "search.num_samples=12" in again.stdout
-    undisturbed = Lab(lab.folder / "undisturbed")
-    assert undisturbed.command_ok(*settings[:1], "search.num_samples=6", *settings[2:])
-    pd.testing.assert_frame_equal(found, trials(undisturbed.latest))
+    capfd.readouterr()
+    assert lab.launch("resume=latest") == 0
+    again = capfd.readouterr().out
+    assert "is finished. To go on: python train.py resume=" in again
+    assert "search.num_samples=12" in again
+    undisturbed = Lab(lab.folder / "undisturbed").run(
+        *settings[:1], "search.num_samples=6", *settings[2:], "scaling.use_gpu=false"
+    )
+    pd.testing.assert_frame_equal(found, trials(undisturbed))
 
 
 @pytest.mark.usefixtures("ray_cluster")
