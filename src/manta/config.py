@@ -254,8 +254,6 @@ class Wandb:
     """Null = train, trial or search."""
     notes: str | None = None
     """Longer words about the run."""
-    watch: str | None = None
-    """Histograms of every parameter at each validation: gradients, parameters or all; null = none."""
     save_checkpoint: bool = False
     """Upload the best checkpoint as an artifact at the end."""
 
@@ -304,6 +302,8 @@ class Tracking:
     """TensorBoard."""
     csv: Csv = field(default_factory=Csv)
     """A table."""
+    watch: str | None = None
+    """Histograms for W&B and TensorBoard, with every train line: gradients, parameters or all; null = none."""
     finish_s: float = 20.0
     """Seconds that the end of a run waits at most for a tracker that is slow or away; `scripts/runs.py sync` tells it the
     rest later."""

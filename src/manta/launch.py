@@ -23,6 +23,7 @@ from manta.errors import FAILED, FINISHED, INTERRUPTED, INVALID, MantaError
 from manta.plan import REHEARSAL, Needs
 from manta.runs import RunDir
 from manta.targets import build
+from manta.tracking.live import settle
 from manta.view import Rows, View, number, table
 from manta.workers import Tail, on_workers
 
@@ -216,14 +217,23 @@ class Launch:
             with suppress(OSError):  # of a full disk, say
                 run.update_status(state=runs.FAILED, finished=runs.now(), error=str(failure), exit_code=code)
                 _set_summary_state(run, runs.FAILED)
+                self._settle(run, runs.FAILED)
             if failure is error:
                 raise
             raise failure from error
         code = FINISHED if state == runs.FINISHED else INTERRUPTED
         run.update_status(state=state, finished=runs.now(), exit_code=code)
         _set_summary_state(run, state)
+        self._settle(run, state)
         view.say(result(run, state, time.monotonic() - began))
         return Outcome(code, run)
+
+    def _settle(self, run: RunDir, state: str) -> None:
+        """Trackers hear how it ended, if nobody told them."""
+        try:
+            settle(run, self.config, state, self.view.say)
+        except Exception as error:  # a tracker can never hurt a run
+            self.view.note("".join(traceback.format_exception(error)))
 
     def _in_process(self, needs: Needs, run: RunDir) -> str:
         from manta import session

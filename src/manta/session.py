@@ -8,7 +8,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from manta.config import Config
-from manta.runs import MetricsFile, RunDir, finite, writing
+from manta.runs import FAILED, INTERRUPTED, MetricsFile, RunDir, finite, writing
 from manta.targets import build
+from manta.tracking.live import Live
 
 AGREE_EVERY_S = 1.0
 ALONE_EVERY_S = 0.1
@@ -42,6 +42,8 @@ class Session:
     """A trial of a search, the same on every rank: `decide` is asked after every validation; no look at the test split."""
     decide: Callable[[dict[str, Any]], bool] = lambda _: False
     """On rank 0 of a watched run: given {"epoch", "step", "metrics"} of a validation, whether to end here."""
+    on_open: Callable[[], None] = lambda: None
+    """Called on rank 0 once the history is open."""
     _metrics: MetricsFile | None = None
     _control: Any = field(default=None, repr=False)
 
@@ -56,6 +58,7 @@ class Session:
         """Continue metrics.jsonl from `keep_bytes` on (0 = afresh). Rank 0 only writes; others do nothing."""
         if self.main:
             self._metrics = MetricsFile(self.run.metrics, keep_bytes)
+            self.on_open()
 
     def metrics_size(self) -> int:
         """Bytes reported so far, all on disk now; goes into a checkpoint."""
@@ -202,10 +205,24 @@ def _placement_group() -> str | None:
 
 
 def train(session: Session, config: Config) -> str:
-    """Run the configured recipe on this rank; "finished" or "interrupted"."""
-    with writing(session.run) if session.main else nullcontext():
+    """Run the configured recipe on this rank; "finished", "interrupted" or "stopped" (by a search)."""
+    if not session.main:
+        session.gather(describe(session))
+        return _train(session, config)
+    with writing(session.run):
         ranks = session.gather(describe(session))
-        if session.main:
-            session.run.write("workers.json", {"world_size": session.world_size, "ranks": ranks})
-        recipe = build("recipe", {"_target_": config.recipe._target_}, config.allowed_targets)
-        return str(recipe.train(session, config)["state"])
+        session.run.write("workers.json", {"world_size": session.world_size, "ranks": ranks})
+        live = Live(session.run, config, print)
+        session.on_open = live.start
+        try:
+            state = _train(session, config)
+        except BaseException as error:
+            live.end(INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED)
+            raise
+        live.end(state, wait=not session.watched)  # a search does not wait, but for all trials of a process at its end
+        return state
+
+
+def _train(session: Session, config: Config) -> str:
+    recipe = build("recipe", {"_target_": config.recipe._target_}, config.allowed_targets)
+    return str(recipe.train(session, config)["state"])

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from manta.config import Config
 from manta.data import AnySet
@@ -60,5 +60,12 @@ class Recipe(Protocol):
 
         Args:
             dataset: gives prepared inputs, as a split does; targets are handed through.
+        """
+        ...
+
+    def export(self, config: Config, checkpoint: Path) -> tuple[nn.Module, Tensor]:
+        """For a model registry, in any process: the trained model in float32 on the CPU, and an example batch of two.
+
+        May be left out: then only checkpoints are kept.
         """
         ...

@@ -72,6 +72,11 @@ class PyTorchRecipe:
     def predict(self, session: Session, config: Config, checkpoint: Path, dataset: AnySet) -> Iterator[Prediction]:
         return predictions(session, config, _trained(session, config, checkpoint), dataset, Classification())
 
+    def export(self, config: Config, checkpoint: Path) -> tuple[nn.Module, torch.Tensor]:
+        model = build_model(config)
+        load_weights(model, load_checkpoint(checkpoint)[0]["learner"])
+        return model.float().eval(), torch.zeros(2, *config.data.input_shape)
+
 
 def _trained(session: Session, config: Config, checkpoint: Path) -> nn.Module:
     """The model with a checkpoint's weights, in eval mode."""

@@ -32,6 +32,7 @@ from manta.search.exploit import adopt
 from manta.search.mailbox import Mailbox
 from manta.search.record import STOPPED
 from manta.session import Session
+from manta.tracking import live
 from manta.view import View
 from manta.workers import on_workers
 
@@ -137,6 +138,7 @@ class Trial(Trainable):
         self._end()
         if self.workers is not None:
             self.workers.end()
+        live.drain()
 
     def _end(self) -> bool:
         training, self.training = self.training, None
@@ -296,6 +298,7 @@ def _serve(mine: Session, _config: Config, mailbox: Any, stop_file: Path) -> Non
     while True:
         told = mine.gather(_next(mailbox) if mine.main else None)[0]
         if told is None:
+            live.drain()
             return
         if told == {}:
             continue

@@ -35,6 +35,7 @@ from manta.search.space import Space
 from manta.search.study import EVENTS, Study
 from manta.search.trial import Job, Trial
 from manta.search.trials import Trials, number_of, why
+from manta.tracking.live import Live, settle
 from manta.view import View
 
 HEAD = "node:__internal_head__"  # every Ray's head node has 1 of it
@@ -96,6 +97,7 @@ class Search:
             MantaError: every trial failed.
         """
         self.stop_file.unlink(missing_ok=True)
+        Live(self.run, self.config, self.view.say).start()
         self._finish_exploits()
         self._ended_before = self._ended()
         environment = dict(_ENVIRONMENT)
@@ -117,6 +119,8 @@ class Search:
         cut = [replace(r, state=runs.INTERRUPTED) if r.state == runs.RUNNING else r for r in records]
         results.write_csv(self.run, self.config, self.space, cut)
         self._settle(cut)
+        for record in cut:
+            settle(trial_dir(self.run, record.number), self.config, record.state, self.view.say)
         # The very best may have died before its checkpoint was written.
         any(publish_best(self.run, self.space, record) for record in ranked(records, self.config.objective.mode))
         refit = Refit(self)

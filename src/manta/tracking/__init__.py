@@ -1,0 +1,203 @@
+"""Trackers beside the run directory: W&B, MLflow, TensorBoard, CSV. Imports nothing heavy.
+
+A run's files are the truth, and a tracker is told what is in them: while the run trains by a process of its own
+(`follower.py`, started by `live.py`), later by `sync.py`. So no tracker can slow training down, stop it, draw from its
+random generators, or miss anything for good; and what one has been told already it is not told again.
+"""
+
+import fcntl
+import json
+import math
+import netrc
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+from manta.config import Config, Tracking, Wandb
+from manta.runs import RunDir
+
+NAMES = ("wandb", "mlflow", "tensorboard", "csv")
+FOLDER = "tracking"
+"""In a run directory: what each tracker knows of the run (`<name>.json`), and what went wrong."""
+KILLED = "killed"
+"""The state of a run whose process is gone without a word."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A line of metrics.jsonl as trackers see it."""
+
+    step: int
+    """Optimizer steps done."""
+    epoch: int
+    time: float
+    """Seconds since 1970."""
+    segment: int
+    """How many exploits of population based training came before: with one the steps may go back."""
+    values: dict[str, float]
+    """Finite numbers."""
+
+
+class Tracker(Protocol):
+    """One tracker's view of one run. A method that raises is called again later."""
+
+    def begin(self) -> None:
+        """Make the run there, or find the one that was made before."""
+        ...
+
+    def log(self, points: list[Point]) -> None:
+        """Tell points, from the first of the run on; those it was told before are skipped."""
+        ...
+
+    def end(self, state: str) -> None:
+        """Tell the summary and the files, and that the run is over."""
+        ...
+
+
+Alive = Callable[[], None]
+"""Called by a tracker after every answer it gets."""
+
+
+def make(name: str, run: RunDir, config: Config, alive: Alive = lambda: None) -> Tracker:
+    """A tracker by name; its library is imported in `begin`."""
+    tracker: Tracker = import_module(f"manta.tracking.{name}").make(run, config, alive)
+    return tracker
+
+
+def enabled(tracking: Tracking) -> list[str]:
+    """The trackers that are switched on."""
+    names = [name for name in NAMES if getattr(tracking, name).enabled]
+    return [name for name in names if name != "wandb" or wandb_mode(tracking.wandb) != "disabled"]
+
+
+def wandb_mode(settings: Wandb) -> str:
+    """online, offline or disabled: never a question to the user."""
+    chosen = settings.mode or os.environ.get("WANDB_MODE")
+    return chosen or ("online" if _has_wandb_key() else "offline")
+
+
+def _has_wandb_key() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("//")[-1].strip("/")
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+# --- a run as trackers name it ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run stands: by itself, or in a search."""
+
+    kind: str
+    """train, search, trial or refit."""
+    name: str
+    search: RunDir | None = None
+    """Of a trial or a refit."""
+
+
+def place(run: RunDir, config: Config) -> Place:
+    path = run.path.resolve()
+    own = f"{path.parent.name}/{path.name}"
+    for search in path.parents[1:3]:
+        parts = path.relative_to(search).parts
+        if parts[0] in ("trials", "refit") and (search / "space.yaml").is_file():
+            whole = place(RunDir(search), config).name
+            kind = "trial" if parts[0] == "trials" else "refit"
+            return Place(kind, f"{whole} {kind} {parts[-1].removeprefix('seed-')}", RunDir(search))
+    return Place("search" if (path / "space.yaml").is_file() else "train", own)
+
+
+def state_of(run: RunDir, name: str) -> dict[str, Any]:
+    """What a tracker knows of a run: its identity there and whether it heard of the end."""
+    return run.read(f"{FOLDER}/{name}.json")
+
+
+def update_state(run: RunDir, name: str, **fields: Any) -> None:
+    (run.path / FOLDER).mkdir(exist_ok=True)
+    run.write(f"{FOLDER}/{name}.json", {**state_of(run, name), **fields})
+
+
+def remember_end(run: RunDir, state: str) -> None:
+    """The process that trained has said how it ended."""
+    run.write(f"{FOLDER}/end.json", {"state": state})
+
+
+def forget_end(run: RunDir) -> None:
+    (run.path / FOLDER / "end.json").unlink(missing_ok=True)
+
+
+def end_is_told(run: RunDir) -> bool:
+    return (run.path / FOLDER / "end.json").is_file()
+
+
+@contextmanager
+def sole(run: RunDir, name: str) -> Iterator[None]:
+    """One process at a time tells a tracker of a run; waits for the other."""
+    (run.path / FOLDER).mkdir(exist_ok=True)
+    with open(run.path / FOLDER / f".{name}.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+# --- what there is to tell -------------------------------------------------------------------------------------------
+
+
+class Points:
+    """metrics.jsonl as it grows."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.position, self.segment = path, 0, 0
+
+    def new(self) -> list[Point]:
+        """Lines since the last call; all of them again after the file was cut back."""
+        if not self.path.is_file():
+            return []
+        with open(self.path, "rb") as file:
+            if file.seek(0, os.SEEK_END) < self.position:
+                self.position = self.segment = 0
+            file.seek(self.position)
+            *whole, _ = file.read().split(b"\n")
+        self.position += sum(len(line) + 1 for line in whole)
+        return [self._point(json.loads(line)) for line in whole]
+
+    def _point(self, line: dict[str, Any]) -> Point:
+        exploit = line.get("exploit")
+        self.segment += exploit is not None
+        values = {
+            key: float(value)
+            for key, value in line.items()
+            if key not in ("step", "epoch", "time") and isinstance(value, int | float) and math.isfinite(value)
+        }
+        if exploit is not None:
+            values["exploit/donor"] = float(exploit["donor"])
+        return Point(line["step"], line["epoch"], line["time"], self.segment, values)
+
+
+def results(run: RunDir) -> dict[str, float]:
+    """The numbers of summary.json that count at the end: the best validation, and the look at the test split."""
+    summary = run.read("summary.json")
+    best = summary.get("best") or {}
+    found = {f"best/{key}": value for key, value in (best.get("metrics") or {}).items()}
+    found |= {f"best/{key}": best[key] for key in ("epoch", "step", "trial") if key in best}
+    found |= summary.get("test") or {}
+    return {key: float(value) for key, value in found.items() if value is not None}
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
+    """Whether it came true in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True

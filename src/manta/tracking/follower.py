@@ -1,0 +1,139 @@
+"""The process that tells trackers of runs while they train: `python -m manta.tracking.follower <log>`.
+
+It hears on its input which runs to follow and how they ended ({"follow": run, "trackers": names}, {"end": run, "state":
+state}), and says on its output what to show and what is done ({"say"}, {"alive"}, {"begun"}, {"ended"}). When the input closes, the process
+that trains is gone: what is on disk is told to the end, then it ends too.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from omegaconf import OmegaConf
+
+from manta.config import Config
+from manta.resume import load
+from manta.runs import RunDir
+from manta.tracking import KILLED, Points, Tracker, make, sole, update_state
+
+POLL_S = 1.0
+LONGEST_PAUSE_S = 30.0
+
+
+class Feed(threading.Thread):
+    """Tells one tracker of one run. Each has a thread, so that one that hangs keeps nobody waiting."""
+
+    def __init__(self, name: str, run: RunDir, config: Config, tell: Any) -> None:
+        super().__init__(daemon=True)
+        self.tracker_name, self.run_dir, self.config, self.tell = name, run, config, tell
+        self.points = Points(run.metrics)
+        self.pending: list[Any] = []
+        self.begun = self.over = False
+        self.state: str | None = None
+        self.failures = 0
+        self._wake = threading.Event()
+
+    def finish(self, state: str) -> None:
+        """The run has ended; tell it the rest."""
+        self.state = self.state or state
+        self._wake.set()
+
+    def run(self) -> None:
+        with sole(self.run_dir, self.tracker_name):
+            tracker = make(self.tracker_name, self.run_dir, self.config, lambda: self._say("alive"))
+            while not self.over:
+                ending = self.state is not None
+                try:
+                    self._turn(tracker)
+                except Exception as error:
+                    self._failed(error)
+                if not self.over and (self.failures or not ending):
+                    self._wake.wait(min(POLL_S * 2**self.failures, LONGEST_PAUSE_S) if self.failures else POLL_S)
+                    self._wake.clear()
+
+    def _turn(self, tracker: Tracker) -> None:
+        state = self.state  # before the lines are read: at the end all of them are there
+        if not self.begun:
+            tracker.begin()
+            update_state(self.run_dir, self.tracker_name, ended=None)
+            self.begun = True
+            self._say("begun")
+        self.pending += self.points.new()
+        if self.pending:
+            tracker.log(self.pending)
+            self.pending = []
+        if state is not None:
+            tracker.end(state)
+            update_state(self.run_dir, self.tracker_name, ended=state)
+            self.over = True
+            self._say("ended")
+        elif self.failures:
+            self._say("say", "answers again.")
+        self.failures = 0
+
+    def _failed(self, error: Exception) -> None:
+        self.failures += 1
+        traceback.print_exception(error)
+        if self.failures == 1:
+            first = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+            self._say("down", f"cannot be told ({first}). Nothing is lost, and training goes on.")
+
+    def _say(self, what: str, text: str = "") -> None:
+        self.tell({what: text, "tracker": self.tracker_name, "run": str(self.run_dir.path)})
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):  # the one that trains hears them, and says how it ended
+        signal.signal(number, signal.SIG_IGN)
+    out = os.fdopen(os.dup(1), "w")
+    log = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)  # what libraries print
+    os.dup2(log, 2)
+    feeds, longest = _serve(sys.stdin, out), 0.0
+    for feed in feeds:
+        feed.finish(KILLED)
+        longest = max(longest, feed.config.tracking.finish_s)
+    threading.Thread(target=_end_after, args=(longest,), daemon=True).start()
+    for feed in feeds:
+        feed.join()
+
+
+def _serve(commands: IO[str], out: IO[str]) -> list[Feed]:
+    """Until the input closes; the feeds that are not over then."""
+    feeds: dict[str, list[Feed]] = {}
+    lock = threading.Lock()
+
+    def tell(what: dict[str, Any]) -> None:
+        with suppress(OSError), lock:  # perhaps nobody listens any more
+            out.write(json.dumps(what) + "\n")
+            out.flush()
+
+    for line in commands:
+        command: dict[str, Any] = json.loads(line)
+        if "follow" in command:
+            run = RunDir(Path(command["follow"]))
+            config = OmegaConf.to_object(load(run))
+            assert isinstance(config, Config)
+            feeds[command["follow"]] = [Feed(name, run, config, tell) for name in command["trackers"]]
+            for feed in feeds[command["follow"]]:
+                feed.start()
+        else:
+            for feed in feeds.pop(command["end"], []):
+                feed.finish(command["state"])
+                feeds.setdefault("", []).append(feed)
+    return [feed for each in feeds.values() for feed in each if not feed.over]
+
+
+def _end_after(seconds: float) -> None:
+    threading.Event().wait(seconds)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

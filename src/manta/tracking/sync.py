@@ -1,0 +1,55 @@
+"""Telling a tracker afterwards: what it missed, or everything. Done twice, it changes nothing."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from manta import runs
+from manta.config import Config
+from manta.errors import FAILED, MantaError
+from manta.resume import load
+from manta.runs import RunDir
+from manta.tracking import KILLED, NAMES, Points, make, sole, update_state
+from manta.tracking.live import Say
+
+
+def sync(run: RunDir, name: str, say: Say) -> int:
+    """Tell tracker `name` of a run, and of its trials and refits if it is a search; how many runs were told.
+
+    Raises:
+        MantaError: there is no such tracker, the run is training, or the tracker could not be told.
+    """
+    if name not in NAMES:
+        raise MantaError(f"--to {name}: there are {', '.join(NAMES)}.")
+    count = 0
+    for each in family(run):
+        if runs.is_locked(each):
+            raise MantaError(f"{each} is training right now, and its trackers are told as it goes.")
+        config = OmegaConf.to_object(load(each))
+        assert isinstance(config, Config)
+        try:
+            with sole(each, name):
+                tracker = make(name, each, config)
+                tracker.begin()
+                tracker.log(Points(each.metrics).new())
+                state = each.read("status.json").get("state", KILLED)
+                tracker.end(KILLED if state == runs.RUNNING else state)
+                update_state(each, name, ended=state)
+        except MantaError:
+            raise
+        except Exception as error:
+            raise MantaError(f"{name} could not be told of {each}: {error}", code=FAILED) from error
+        count += 1
+        say(f"{each}: {name} has it all")
+    return count
+
+
+def family(run: RunDir) -> Iterator[RunDir]:
+    """A run; of a search also its parts, after it, so that they find their parent."""
+    yield run
+    if (run.path / "space.yaml").is_file():
+        for pattern in ("trials/*/config.yaml", "refit/*/*/config.yaml"):
+            for path in sorted(Path(run.path).glob(pattern)):
+                if (path.parent / "status.json").is_file():
+                    yield RunDir(path.parent)
