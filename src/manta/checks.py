@@ -67,6 +67,7 @@ NUMBERS = {
     "cluster.num_gpus": ">= 0, <= 10000",
     "cluster.object_store_memory": f">= {75 * 2**20}",  # Ray's own minimum
     "cluster.wait_s": ">= 0",
+    "tracking.finish_s": "> 0",
     "search.num_samples": ">= 1, <= 1000000",
     "search.time_budget_s": "> 0",
     "search.max_concurrent_trials": ">= 1",
@@ -94,6 +95,8 @@ CHOICES = {
     "scaling.strategy": STRATEGIES,
     "scaling.placement_strategy": ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"),
     "cluster.kind": CLUSTER_KINDS,
+    "tracking.watch": ("gradients", "parameters", "all"),
+    "tracking.wandb.mode": ("online", "offline", "disabled"),
 }
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,79}")
 LOWER_IS_BETTER = ("loss", "error", "perplexity", "mae", "mse", "rmse")
@@ -168,7 +171,7 @@ def choices(config: Config) -> Iterator[str]:
 def names(config: Config) -> Iterator[str]:
     """Names become parts of paths and of trackers' addresses."""
     tags = {f"tags[{index}]": tag for index, tag in enumerate(config.tags)}
-    for key, name in {"name": config.name, "data.name": config.data.name, **tags}.items():
+    for key, name in {"name": config.name, "group": config.group, "data.name": config.data.name, **tags}.items():
         if name is not None and not NAME.fullmatch(name):
             safe = re.sub(r"[^A-Za-z0-9._+=-]+", "-", name).strip("-.")[:80] or "my-run"
             yield (
@@ -389,7 +392,33 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
+def trackers(config: Config) -> Iterator[str]:
+    """Trackers can be told, and no secret is a setting: settings are written to files."""
+    settings = config.tracking
+    for key in ("project", "entity"):
+        name = getattr(settings.wandb, key)
+        if name is not None and (not name.strip() or re.search(r"[/\\#?%:\r\n]", name)):
+            yield f"tracking.wandb.{key}={name} is no name for W&B: it may not be empty or contain / \\ # ? % :"
+    uri = settings.mlflow.tracking_uri
+    if uri is not None and re.match(r"\w+(\+\w+)?://[^/@]*:[^/@]*@", uri):
+        yield (
+            "tracking.mlflow.tracking_uri has a password in it, and settings are written to files. Leave it out and set "
+            "MLFLOW_TRACKING_URI (or _USERNAME and _PASSWORD) in the environment or in .env."
+        )
+    elif uri is not None and not re.match(r"(https?|sqlite|postgresql|mysql|mssql|databricks)(\+\w+)?(:|$)", uri):
+        yield (
+            f"tracking.mlflow.tracking_uri={uri} is no address of MLflow: http://host:port of a server, or "
+            "sqlite:////absolute/file.db (it keeps no plain folders any more)."
+        )
+    if not settings.mlflow.experiment_name.strip():
+        yield "tracking.mlflow.experiment_name is empty."
+    if settings.watch is not None and config.scaling.strategy == "fsdp2":
+        yield f"tracking.watch={settings.watch}: with scaling.strategy=fsdp2 no rank has whole parameters. Set it to null."
+    if settings.watch is not None and not (settings.wandb.enabled or settings.tensorboard.enabled):
+        yield f"tracking.watch={settings.watch} is shown by W&B and TensorBoard: add tracking=wandb or tracking=tensorboard."
+
+
 RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     *(finite, numbers, choices, names, plug_ins, objective, length),
-    *(batches, workers, resources, half_precision, cluster, folders, *search.RULES),
+    *(batches, workers, resources, half_precision, cluster, folders, trackers, *search.RULES),
 )

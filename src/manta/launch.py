@@ -16,13 +16,14 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from manta import plan, runs
+from manta import plan, runs, tracking
 from manta.cluster import connect, has_cuda, is_running, worker_lines
 from manta.config import Config
 from manta.errors import FAILED, FINISHED, INTERRUPTED, INVALID, MantaError
 from manta.plan import REHEARSAL, Needs
 from manta.runs import RunDir
 from manta.targets import build
+from manta.tracking import enabled
 from manta.tracking.live import settle
 from manta.view import Rows, View, number, table
 from manta.workers import Tail, on_workers
@@ -189,6 +190,8 @@ class Launch:
     ) -> Outcome:
         """Show the plan, make the run directory, execute, and record how it ended."""
         view = self.view
+        if enabled(self.config.tracking):
+            rows = [*rows, ("tracking", tracking.shown(self.config))]
         if self.config.plan:
             view.say(table("Plan", rows))
             return Outcome(FINISHED, None)

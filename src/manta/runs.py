@@ -78,6 +78,11 @@ class RunDir:
         return self.path / "metrics.jsonl"
 
     @property
+    def histograms(self) -> Path:
+        """Of parameters and gradients, if `tracking.watch` asks for them."""
+        return self.path / "histograms.jsonl"
+
+    @property
     def log(self) -> Path:
         return self.path / "train.log"
 

@@ -10,16 +10,17 @@ import json
 import math
 import netrc
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from manta.config import Config, Tracking, Wandb
-from manta.runs import RunDir
+from manta.runs import RunDir, read_lines, short
 
 NAMES = ("wandb", "mlflow", "tensorboard", "csv")
 FOLDER = "tracking"
@@ -39,8 +40,15 @@ class Point:
     """Seconds since 1970."""
     segment: int
     """How many exploits of population based training came before: with one the steps may go back."""
+    nth: int
+    """How many lines came before at this very step."""
     values: dict[str, float]
     """Finite numbers."""
+
+    @property
+    def place(self) -> list[int]:
+        """Grows from line to line of a run."""
+        return [self.segment, self.step, self.nth]
 
 
 class Tracker(Protocol):
@@ -56,6 +64,15 @@ class Tracker(Protocol):
 
     def end(self, state: str) -> None:
         """Tell the summary and the files, and that the run is over."""
+        ...
+
+
+@runtime_checkable
+class Draws(Protocol):
+    """A tracker that shows histograms, too."""
+
+    def histograms(self, lines: list[dict[str, Any]]) -> None:
+        """Tell lines of histograms.jsonl, from the first of the run on; those it was told before are skipped."""
         ...
 
 
@@ -89,6 +106,23 @@ def _has_wandb_key() -> bool:
         return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):
         return False
+
+
+def shown(config: Config) -> str:
+    """The trackers of a run, for its plan; no secrets."""
+    words = []
+    for name in enabled(config.tracking):
+        if name == "wandb":
+            mode = wandb_mode(config.tracking.wandb)
+            asked = config.tracking.wandb.mode or os.environ.get("WANDB_MODE")
+            words.append(f"wandb {mode}" if asked or mode == "online" else "wandb offline (no WANDB_API_KEY)")
+        elif name == "mlflow":
+            uri = config.tracking.mlflow.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+            default = "" if uri else f" {short(Path(config.storage.path) / 'mlflow.db')}"
+            words.append(f"mlflow{default}" if uri is None else f"mlflow {re.sub('//[^/@]*@', '//', uri)}")
+        else:
+            words.append(name)
+    return ", ".join(words)
 
 
 # --- a run as trackers name it ---------------------------------------------------------------------------------------
@@ -156,7 +190,8 @@ class Points:
     """metrics.jsonl as it grows."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.position, self.segment = path, 0, 0
+        self.path, self.position = path, 0
+        self.segment, self.step, self.nth = 0, -1, 0
 
     def new(self) -> list[Point]:
         """Lines since the last call; all of them again after the file was cut back."""
@@ -164,7 +199,7 @@ class Points:
             return []
         with open(self.path, "rb") as file:
             if file.seek(0, os.SEEK_END) < self.position:
-                self.position = self.segment = 0
+                self.__init__(self.path)  # type: ignore[misc]
             file.seek(self.position)
             *whole, _ = file.read().split(b"\n")
         self.position += sum(len(line) + 1 for line in whole)
@@ -180,7 +215,27 @@ class Points:
         }
         if exploit is not None:
             values["exploit/donor"] = float(exploit["donor"])
-        return Point(line["step"], line["epoch"], line["time"], self.segment, values)
+        self.nth = self.nth + 1 if line["step"] == self.step else 0
+        self.step = line["step"]
+        return Point(line["step"], line["epoch"], line["time"], self.segment, self.nth, values)
+
+
+class Histograms:
+    """histograms.jsonl as it grows: {"step", "histograms": {name: {"low", "high", "counts"}}}."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.position, self.step = path, 0, 0
+
+    def new(self) -> list[dict[str, Any]]:
+        """Lines since the last call, without those that a resume wrote again."""
+        found = []
+        lines = read_lines(self.path) if self.path.is_file() else []
+        for line in lines[self.position :]:
+            if line["step"] > self.step:
+                found.append(line)
+                self.step = line["step"]
+        self.position = len(lines)
+        return found
 
 
 def results(run: RunDir) -> dict[str, float]:

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from manta.config import Config
 from manta.resume import load
 from manta.runs import RunDir
-from manta.tracking import KILLED, Points, Tracker, make, sole, update_state
+from manta.tracking import KILLED, Draws, Histograms, Point, Points, Tracker, make, sole, update_state
 
 POLL_S = 1.0
 LONGEST_PAUSE_S = 30.0
@@ -33,7 +33,9 @@ class Feed(threading.Thread):
         super().__init__(daemon=True)
         self.tracker_name, self.run_dir, self.config, self.tell = name, run, config, tell
         self.points = Points(run.metrics)
-        self.pending: list[Any] = []
+        self.histograms = Histograms(run.histograms)
+        self.pending: list[Point] = []
+        self.drawn: list[dict[str, Any]] = []
         self.begun = self.over = False
         self.state: str | None = None
         self.failures = 0
@@ -68,6 +70,11 @@ class Feed(threading.Thread):
         if self.pending:
             tracker.log(self.pending)
             self.pending = []
+        if isinstance(tracker, Draws):
+            self.drawn += self.histograms.new()
+            if self.drawn:
+                tracker.histograms(self.drawn)
+                self.drawn = []
         if state is not None:
             tracker.end(state)
             update_state(self.run_dir, self.tracker_name, ended=state)

@@ -163,7 +163,7 @@ class MlflowTracker:
         time = int(os.path.getmtime(self.run.path / "summary.json") * 1000) / 1000 if summary else 0.0
         found = results(self.run)
         if found:
-            self.log([Point(step, summary.get("epoch") or int(found.get("best/epoch", 0)), time, 0, found)])
+            self.log([Point(step, summary.get("epoch") or int(found.get("best/epoch", 0)), time, 0, 0, found)])
         self._client.set_tag(self._id, "manta.state", state)
         self._adopt(self._client.get_run(self._id))
         for name in FILES:

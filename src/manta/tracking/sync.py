@@ -10,7 +10,7 @@ from manta.config import Config
 from manta.errors import FAILED, MantaError
 from manta.resume import load
 from manta.runs import RunDir
-from manta.tracking import KILLED, NAMES, Points, make, sole, update_state
+from manta.tracking import KILLED, NAMES, Draws, Histograms, Points, make, sole, update_state
 from manta.tracking.live import Say
 
 
@@ -33,6 +33,8 @@ def sync(run: RunDir, name: str, say: Say) -> int:
                 tracker = make(name, each, config)
                 tracker.begin()
                 tracker.log(Points(each.metrics).new())
+                if isinstance(tracker, Draws):
+                    tracker.histograms(Histograms(each.histograms).new())
                 state = each.read("status.json").get("state", KILLED)
                 tracker.end(KILLED if state == runs.RUNNING else state)
                 update_state(each, name, ended=state)

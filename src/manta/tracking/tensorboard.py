@@ -30,6 +30,21 @@ class TensorboardTracker:
         self._writer.flush()
         self.alive()
 
+    def histograms(self, lines: list[dict[str, Any]]) -> None:
+        import numpy as np
+
+        for line in lines:
+            for name, found in line["histograms"].items():
+                if found["counts"]:
+                    counts = np.array(found["counts"], dtype=float)
+                    edges = np.linspace(found["low"], found["high"], len(counts) + 1)
+                    middle = (edges[:-1] + edges[1:]) / 2
+                    self._writer.add_histogram_raw(
+                        name, min=found["low"], max=found["high"], num=counts.sum(), sum=(counts * middle).sum(),
+                        sum_squares=(counts * middle**2).sum(), bucket_limits=edges[1:].tolist(),
+                        bucket_counts=counts.tolist(), global_step=line["step"],
+                    )  # fmt: skip
+
     def end(self, state: str) -> None:  # noqa: ARG002
         from tensorboardX.summary import hparams
 

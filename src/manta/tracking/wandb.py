@@ -21,7 +21,7 @@ class WandbTracker:
         self._run: Any = None
         self._rows = 0
         self._told: dict[str, list[int]] = {}
-        """Of each metric: the segment and the step it was told last."""
+        """Of each metric: the place of the point it was told last."""
 
     def begin(self) -> None:
         import wandb
@@ -57,18 +57,34 @@ class WandbTracker:
 
     def log(self, points: list[Point]) -> None:
         for count, point in enumerate(points):
-            place = [point.segment, point.step]
-            new = {key: value for key, value in point.values.items() if self._told.get(key, [-1, -1]) < place}
+            new = {key: value for key, value in point.values.items() if self._told.get(key, []) < point.place}
             if not new:
                 continue
             row = {**new, "step": point.step, "epoch": point.epoch, "_timestamp": point.time}
             self._run.log(row, step=self._rows, commit=True)
             self._rows += 1
-            self._told |= dict.fromkeys(new, place)
+            self._told |= dict.fromkeys(new, point.place)
             if count % SAVE_EVERY == SAVE_EVERY - 1:
                 self._save()
         self._save()
         self.alive()
+
+    def histograms(self, lines: list[dict[str, Any]]) -> None:
+        import numpy as np
+        import wandb
+
+        for line in lines:
+            if self._told.get("histograms", []) >= [line["step"]]:
+                continue
+            row: dict[str, Any] = {"step": line["step"]}
+            for name, found in line["histograms"].items():
+                if found["counts"]:
+                    edges = np.linspace(found["low"], found["high"], len(found["counts"]) + 1)
+                    row[name] = wandb.Histogram(np_histogram=(np.array(found["counts"]), edges))
+            self._run.log(row, step=self._rows, commit=True)
+            self._rows += 1
+            self._told["histograms"] = [line["step"]]
+        self._save()
 
     def _save(self) -> None:
         if self.mode == "offline":

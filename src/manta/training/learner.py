@@ -13,6 +13,7 @@ from manta.errors import FAILED, MantaError
 from manta.session import Session
 from manta.targets import build
 from manta.training.ema import Ema
+from manta.training.histograms import Histograms
 from manta.training.parallel import bare, gradient_sync, is_sharded, load_model, load_optimizer, parallelise, whole
 from manta.training.precision import Precision
 from manta.training.tasks import Classification
@@ -88,6 +89,10 @@ class Learner:
         self.scheduler = build_scheduler(config, self.optimizer, total)
         self.scaler = self.precision.scaler()
         self.ema = Ema(bare(self.model), config.training.ema.decay) if config.training.ema.enabled else None
+        self.histograms: Histograms | None = None
+        if session.main and config.tracking.watch is not None:
+            path, every = session.run.histograms, config.training.log_every_n_steps
+            self.histograms = Histograms(path, bare(self.model), config.tracking.watch, every)
         self._found, self._one = torch.zeros((), device=session.device), torch.ones((), device=session.device)
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
 
@@ -127,6 +132,8 @@ class Learner:
             self._guard(step, loss)
         self.scaler.step(self.optimizer)
         self.scaler.update()
+        if self.histograms is not None:
+            self.histograms(step)
         self.optimizer.zero_grad(set_to_none=True)
         if self.ema is not None:
             self.ema.update(step)

@@ -1,0 +1,456 @@
+"""Trackers: told everything once, whatever happens to the run or to them; and never a burden."""
+
+import json
+import os
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+import torch
+import yaml
+
+from manta.errors import FINISHED, MantaError
+from manta.runs import RunDir, read_lines
+from manta.tracking import Points, make, place
+from manta.tracking.sync import sync
+from manta.training.checkpoint import load_checkpoint
+from tests import wandb_files
+from tests.conftest import Lab, history, make_config, summary, wait_for
+
+SHORT = ("scaling=in_process", "training.limit_train_batches=8", "training.log_every_n_steps=2")
+TRIALS = ("training.limit_train_batches=8", "training.log_every_n_steps=2", "search.refit_seeds=1")
+pytestmark = pytest.mark.timeout(400)
+
+
+def points(run: RunDir) -> list[tuple[str, int, float]]:
+    """(metric, optimizer step, value) of every number in metrics.jsonl."""
+    return [(key, point.step, value) for point in Points(run.metrics).new() for key, value in point.values.items()]
+
+
+def only_once(found: list[tuple[str, int, float]], run: RunDir) -> bool:
+    """Whether these are the run's own, each once; tests and bests of the end aside."""
+    told = Counter(each for each in found if not each[0].startswith(("test/", "best/")) and each[0] != "epoch")
+    assert told == Counter(points(run))
+    return bool(told)
+
+
+# --- a real MLflow server --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Server:
+    uri: str
+    process: "subprocess.Popen[bytes]"
+
+    @property
+    def client(self) -> Any:
+        from mlflow import MlflowClient
+
+        return MlflowClient(self.uri)
+
+    def points(self, run: RunDir) -> list[tuple[str, int, float]]:
+        client, identity = self.client, self.id(run)
+        keys = client.get_run(identity).data.metrics
+        return [(m.key, m.step, m.value) for key in keys for m in client.get_metric_history(identity, key)]
+
+    def id(self, run: RunDir) -> str:
+        return str(json.loads((run.path / "tracking" / "mlflow.json").read_text())["run_id"])
+
+    def run(self, run: RunDir) -> Any:
+        return self.client.get_run(self.id(run))
+
+    def files(self, run: RunDir) -> set[str]:
+        return {file.path for file in self.client.list_artifacts(self.id(run))}
+
+
+def start_server(folder: Path, port: int) -> Server:
+    command = [
+        sys.executable, "-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{folder}/server.db",
+        "--artifacts-destination", str(folder / "artifacts"), "--port", str(port), "--workers", "1",
+    ]  # fmt: skip
+    log = open(folder / "server.log", "ab")
+    process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, cwd=folder)
+    uri = f"http://127.0.0.1:{port}"
+
+    def answers() -> bool:
+        try:
+            return requests.get(f"{uri}/health", timeout=2).ok
+        except requests.RequestException:
+            return False
+
+    wait_for(answers, process, timeout_s=180)  # type: ignore[arg-type]
+    return Server(uri, process)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    os.environ.update(MLFLOW_HTTP_REQUEST_TIMEOUT="10", MLFLOW_HTTP_REQUEST_MAX_RETRIES="1")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    found = start_server(tmp_path_factory.mktemp("mlflow"), port)
+    yield found
+    os.killpg(found.process.pid, signal.SIGKILL)
+    found.process.wait()
+
+
+# --- one run ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_in_every_tracker(lab: Lab, server: Server) -> None:
+    run = lab.run(
+        *SHORT, "tracking=all", f"tracking.mlflow.tracking_uri={server.uri}", "training.epochs=3", "tags=[first,second]",
+        "group=together", "name=here", "tracking.wandb.notes=a note", "tracking.watch=all", "model.hidden=[16]",
+    )  # fmt: skip
+    config = yaml.safe_load((run.path / "config.yaml").read_text())
+    found = summary(run)
+    best = found["best"]["metrics"]["val/accuracy"]
+
+    written = wandb_files.read(run.path)
+    assert only_once(written.points(), run)
+    assert [row["epoch"] for row in written.rows if "val/loss" in row] == [1, 2, 3]
+    assert written.config["optimizer"] == config["optimizer"]  # nested, resolved
+    assert written.config["model"]["input_shape"] == [1, 8, 8]
+    assert set(written.run.tags) == {"first", "second"}
+    assert (written.run.run_group, written.run.job_type, written.run.display_name) == ("together", "train", "here")
+    assert written.run.notes == "a note"
+    assert written.summary["val/accuracy"] == {"max": best}
+    assert written.summary["best/val/accuracy"] == best
+    assert written.summary["test/accuracy"] == found["test"]["test/accuracy"]
+    assert written.exit_codes == [0]
+    drawn = [row["gradients/layers.1.weight"] for row in written.rows if "gradients/layers.1.weight" in row]
+    assert len(drawn) == 3 * 8 // 2
+    assert sum(drawn[0]["values"]) == 64 * 16
+
+    assert only_once(server.points(run), run)
+    there = server.run(run)
+    assert there.info.status == "FINISHED"
+    assert there.info.run_name == "here"
+    assert there.data.params["optimizer.lr"] == str(config["optimizer"]["lr"])
+    assert there.data.params["model.input_shape"] == "[1, 8, 8]"
+    assert there.data.metrics["test/accuracy"] == found["test"]["test/accuracy"]
+    assert "tags=[first,second]" in there.data.tags["manta.overrides"]
+    assert there.data.tags["mlflow.source.git.commit"] == run.read("provenance.json")["git"]["commit"]
+    assert {"config.yaml", "metrics.jsonl", "summary.json", "model"} <= server.files(run)
+    check_model(server, run)
+
+    scalars, hparams, histograms = read_tensorboard(run.path / "tensorboard")
+    assert only_once(scalars, run)
+    assert hparams["optimizer.lr"] == config["optimizer"]["lr"]
+    assert histograms == 2 * 4 * (3 * 8 // 2)
+    rows = (run.path / "metrics.csv").read_text().splitlines()
+    assert rows[0].startswith("step,epoch,time,")
+    assert len(rows) == 1 + len(read_lines(run.metrics))
+
+
+def check_model(server: Server, run: RunDir) -> None:
+    """It loads by MLflow alone, and says what the best checkpoint says."""
+    import mlflow
+
+    from manta.recipes.pytorch import PyTorchRecipe
+
+    mlflow.set_tracking_uri(server.uri)
+    uri = f"runs:/{server.id(run)}/model"
+    model, _ = PyTorchRecipe().export(make_config("model.hidden=[16]"), run.checkpoints / "best")
+    inputs = torch.rand(5, 1, 8, 8)
+    expected = model(inputs).detach()
+    assert torch.allclose(mlflow.pytorch.load_model(uri)(inputs), expected, atol=1e-6)
+    served = mlflow.pyfunc.load_model(uri)
+    assert torch.allclose(torch.as_tensor(served.predict(inputs.numpy())), expected, atol=1e-6)
+    assert served.metadata.signature.inputs.to_dict()[0]["tensor-spec"]["shape"] == [-1, 1, 8, 8]
+
+
+def read_tensorboard(folder: Path) -> tuple[list[tuple[str, int, float]], dict[str, Any], int]:
+    """Scalars, hyperparameters and the number of histograms in the event files."""
+    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
+
+    scalars, hparams, histograms = [], {}, 0
+    for path in folder.glob("events*"):
+        data, position = path.read_bytes(), 0
+        while position < len(data):
+            length = int.from_bytes(data[position : position + 8], "little")
+            event = Event.FromString(data[position + 12 : position + 12 + length])
+            position += 12 + length + 4
+            for value in event.summary.value:
+                plugin = HParamsPluginData.FromString(value.metadata.plugin_data.content)
+                for key, item in plugin.session_start_info.hparams.items():
+                    hparams[key] = getattr(item, item.WhichOneof("kind"))
+                if value.HasField("simple_value"):
+                    scalars.append((value.tag, event.step, value.simple_value))
+                histograms += value.HasField("histo")
+    singles = {torch.tensor(value, dtype=torch.float32).item(): value for _, _, value in points(RunDir(folder.parent))}
+    return [(tag, step, singles.get(value, value)) for tag, step, value in scalars], hparams, histograms
+
+
+def test_no_tracker_draws_from_the_random_generators(lab: Lab) -> None:
+    """A run is the same run with trackers: weights, history and the states of all generators."""
+    settings = (*SHORT, "training.epochs=2", "model.dropout=0.2")
+    plain, tracked = lab.run(*settings), lab.run(*settings, "tracking=[wandb,tensorboard]")
+    assert history(plain) == history(tracked)
+    states = [load_checkpoint(run.checkpoints / "last")[0] for run in (plain, tracked)]
+    assert str(states[0]["ranks"]) == str(states[1]["ranks"])
+    for name, tensor in states[0]["learner"]["model"].items():
+        assert tensor.equal(states[1]["learner"]["model"][name])
+
+
+def test_without_trackers_none_is_imported(lab: Lab) -> None:
+    code = (
+        "import sys, runpy\nsys.argv[1:] = sys.argv[2:]\n"
+        "try:\n    runpy.run_path(sys.argv[0] and 'train.py', run_name='__main__')\n"
+        "except SystemExit as end:\n    print(end.code, {'wandb', 'mlflow', 'tensorboardX'} & set(sys.modules))\n"
+    )
+    from tests.conftest import ROOT
+
+    command = [sys.executable, "-c", code, "train.py", f"storage.path={lab.folder}", *SHORT, "training.max_steps=1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
+    assert done.stdout.endswith("0 set()\n"), done.stdout + done.stderr
+    assert not (lab.latest.path / "tracking").exists()
+
+
+# --- the same run, after anything -------------------------------------------------------------------------------------
+
+
+def test_one_run_through_a_killed_worker_and_a_resume(lab: Lab, server: Server) -> None:
+    kill = f"[{{_target_: tests.faults.KillAt, call: 13, marker: {lab.folder}/killed}}]"
+    arguments = (
+        "scaling=cpu", "scaling.max_failures=1", "training.epochs=2", *SHORT[1:], "training.checkpoint.every_n_steps=5",
+        "allowed_targets=[manta,torch,tests]", f"data.transforms.train={kill}", "tracking=[wandb,mlflow]",
+        f"tracking.mlflow.tracking_uri={server.uri}", "tracking.mlflow.log_model=false",
+    )  # fmt: skip
+    done = lab.command(*arguments)
+    assert done.returncode == FINISHED, done.stdout + done.stderr
+    assert (lab.folder / "killed").exists()
+    run = lab.latest
+    identity = server.id(run)
+    assert only_once(server.points(run), run)
+    assert only_once(wandb_files.read(run.path).points(), run)
+    assert lab.launch(f"resume={run.path}", "training.epochs=3", "scaling=in_process") == FINISHED
+    assert read_lines(run.metrics)[-1]["epoch"] == 3
+    written = wandb_files.read(run.path)
+    assert len(written.ids) == 1
+    assert only_once(written.points(), run)
+    assert [row["_step"] for row in written.rows] == list(range(len(written.rows)))
+    assert server.id(run) == identity
+    assert only_once(server.points(run), run)
+    assert server.run(run).info.status == "FINISHED"
+    assert server.run(run).data.tags["resumed.training.epochs"] == "3"
+
+
+def test_failed_and_interrupted(lab: Lab, server: Server) -> None:
+    track = ("tracking=[wandb,mlflow]", f"tracking.mlflow.tracking_uri={server.uri}")
+    poison = "data.transforms.train=[{_target_: tests.faults.PoisonAt, call: 3}]"
+    with pytest.raises(MantaError, match="nan"):
+        lab.launch(*SHORT, *track, "allowed_targets=[manta,torch,tests]", poison)
+    assert server.run(lab.latest).info.status == "FAILED"
+    assert wandb_files.read(lab.latest.path).exit_codes == [1]
+    slow = "data.transforms.train=[{_target_: tests.faults.Slow, seconds: 0.05}]"
+    process = lab.start(*SHORT[:1], *track, "allowed_targets=[manta,torch,tests]", slow)
+    before = lab.latest
+    wait_for(lambda: lab.latest != before and len(read_lines(lab.latest.metrics)) > 1, process)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode == 130, output
+    assert server.run(lab.latest).info.status == "KILLED"
+    assert only_once(server.points(lab.latest), lab.latest)
+
+
+def test_exploits_may_take_steps_back(tmp_path: Path) -> None:
+    """What a receiver reports after it took over weights is new, even at a step it was at before."""
+    run = RunDir(tmp_path)
+    lines = [
+        {"step": 5, "epoch": 1, "val/loss": 0.5}, {"step": 10, "epoch": 2, "val/loss": 0.4},
+        {"step": 5, "epoch": 1, "exploit": {"donor": 3}}, {"step": 10, "epoch": 2, "val/loss": 0.3},
+    ]  # fmt: skip
+    run.metrics.write_text("".join(json.dumps({**line, "time": 1.0}) + "\n" for line in lines))
+    config = make_config("tracking=wandb", "tracking.wandb.mode=offline")
+    for _ in range(2):
+        tracker = make("wandb", run, config)
+        tracker.begin()
+        tracker.log(Points(run.metrics).new())
+        tracker.end("finished")
+    found = wandb_files.read(tmp_path)
+    assert [row["val/loss"] for row in found.rows if "val/loss" in row] == [0.5, 0.4, 0.3]
+    assert [row["exploit/donor"] for row in found.rows if "exploit/donor" in row] == [3]
+
+
+# --- a search --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_search_and_its_trials(lab: Lab, server: Server) -> None:
+    run = lab.run(
+        "search=asha", "search.num_samples=8", "training.epochs=4", *TRIALS, "tracking=[wandb,mlflow]",
+        f"tracking.mlflow.tracking_uri={server.uri}", "scaling.use_gpu=false", "tags=[searched]",
+    )  # fmt: skip
+    parent, name = server.id(run), place(run, make_config()).name
+    ids = set()
+    for number in range(8):
+        trial = RunDir(run.path / "trials" / f"{number:05d}")
+        written = wandb_files.read(trial.path)
+        ids |= written.ids
+        assert only_once(written.points(), trial)
+        assert (written.run.run_group, written.run.job_type) == (name, "trial")
+        assert (
+            written.config["optimizer"]["lr"]
+            == yaml.safe_load((trial.path / "config.yaml").read_text())["optimizer"]["lr"]
+        )
+        assert list(written.run.tags) == ["searched"]
+        there = server.run(trial)
+        assert there.data.tags["mlflow.parentRunId"] == parent
+        assert there.data.tags["manta.state"] == trial.read("status.json")["state"]
+        assert there.info.status == "FINISHED"
+        assert only_once(server.points(trial), trial)
+        assert "model" not in server.files(trial)
+    assert len(ids) == 8
+    there = server.run(run)
+    assert there.info.status == "FINISHED"
+    assert there.data.metrics["best/val/accuracy"] == summary(run)["objective"]["value"]
+    assert {"trials.csv", "search.md", "model"} <= server.files(run)
+    refits = [RunDir(path.parent) for path in run.path.glob("refit/*/*/config.yaml")]
+    assert [server.run(each).data.tags["mlflow.parentRunId"] for each in refits] == [parent]
+    assert wandb_files.read(run.path).run.job_type == "search"
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_bad_trials_end_in_trackers_too(lab: Lab, server: Server) -> None:
+    run = lab.run(
+        "search=grid", "search/space=none", "search.space.seed=choice(1,2,4)", *TRIALS, "search.refit=false",
+        "allowed_targets=[manta,torch,tests]", "recipe._target_=tests.probes.Troubled", "tracking=mlflow",
+        f"tracking.mlflow.tracking_uri={server.uri}", "training.epochs=2", "search.max_concurrent_trials=1",
+    )  # fmt: skip
+    states = [server.run(RunDir(run.path / "trials" / f"{number:05d}")).info.status for number in range(3)]
+    assert states == ["FINISHED", "FAILED", "FAILED"]  # trained, raised, killed
+
+
+# --- trackers that are away ------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_hangs_or_dies_hurts_nobody(lab: Lab, tmp_path: Path) -> None:
+    """SIGSTOP, later SIGKILL; one warning, exit 0; afterwards it is told what it missed, once."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    folder = tmp_path / "server"
+    folder.mkdir()
+    away = start_server(folder, port)
+    slow = "data.transforms.train=[{_target_: tests.faults.Slow, seconds: 0.02}]"
+    process = lab.start(
+        *SHORT[:1], "training.epochs=10", "training.limit_train_batches=20", "allowed_targets=[manta,torch,tests]", slow,
+        "tracking=mlflow", f"tracking.mlflow.tracking_uri={away.uri}", "tracking.finish_s=6",
+        env={**os.environ, "MLFLOW_HTTP_REQUEST_TIMEOUT": "3"},
+    )  # fmt: skip
+    wait_for(lambda: (lab.latest.path / "tracking" / "mlflow.json").exists() and "run_id" in
+             lab.latest.read("tracking/mlflow.json"), process)  # fmt: skip
+    os.killpg(away.process.pid, signal.SIGSTOP)
+    seen = len(read_lines(lab.latest.metrics))
+    wait_for(lambda: len(read_lines(lab.latest.metrics)) >= seen + 3, process)
+    os.killpg(away.process.pid, signal.SIGKILL)
+    away.process.wait()
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == FINISHED, output
+    assert output.count("mlflow") - output.count("tracking=mlflow") - output.count("tracking.mlflow") == 3, output
+    assert output.count("scripts/runs.py sync") == 1
+    run = lab.latest
+    assert len(read_lines(run.metrics)) >= 10
+    back = start_server(folder, port)
+    try:
+        sync(run, "mlflow", print)
+        assert only_once(back.points(run), run)
+        assert back.run(run).info.status == "FINISHED"
+        with sqlite3.connect(folder / "server.db") as database:
+            rows = [
+                database.execute(f"select count(*) from {table}").fetchone() for table in ("metrics", "runs", "params")
+            ]
+            sync(run, "mlflow", print)
+            assert rows == [
+                database.execute(f"select count(*) from {table}").fetchone() for table in ("metrics", "runs", "params")
+            ]
+    finally:
+        os.killpg(back.process.pid, signal.SIGKILL)
+        back.process.wait()
+
+
+def test_twenty_at_once_in_one_database(lab: Lab) -> None:
+    """A new SQLite file and twenty runs that are told at the same time, from four processes."""
+    runs = []
+    for number in range(20):
+        run = RunDir(lab.folder / f"run-{number}")
+        run.path.mkdir()
+        run.save_config(make_config("tracking=mlflow", f"storage.path={lab.folder}", "tracking.mlflow.log_model=false"))
+        lines = [{"step": step, "epoch": 1, "time": step, "train/loss": number + step / 50} for step in range(1, 51)]
+        run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        runs.append(run)
+    followers = []
+    for first in range(0, 20, 5):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "manta.tracking.follower", str(lab.folder / f"log-{first}")],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        followers.append(process)
+        assert process.stdin is not None
+        for run in runs[first : first + 5]:
+            process.stdin.write(json.dumps({"follow": str(run.path), "trackers": ["mlflow"]}) + "\n")
+            process.stdin.write(json.dumps({"end": str(run.path), "state": "finished"}) + "\n")
+        process.stdin.flush()
+    for process in followers:
+        assert process.stdout is not None
+        killer = threading.Timer(200, process.kill)
+        killer.start()
+        ended = 0
+        while ended < 5 and (line := process.stdout.readline()):
+            ended += "ended" in json.loads(line)
+        killer.cancel()
+        assert ended == 5, (lab.folder / "log-0").read_text()
+        process.stdin.close()  # type: ignore[union-attr]
+        process.wait(30)
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{lab.folder}/mlflow.db")
+    for run in runs:
+        found = client.get_metric_history(run.read("tracking/mlflow.json")["run_id"], "train/loss")
+        assert [(m.key, m.step, m.value) for m in sorted(found, key=lambda m: m.step)] == points(run)
+
+
+def test_a_wrong_key_is_said_once(lab: Lab, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """W&B online where nothing answers: the run ends well, and its files have everything."""
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    assert lab.launch(*SHORT, "tracking=wandb", "training.epochs=2", "tracking.finish_s=4") == FINISHED
+    shown = capfd.readouterr().out
+    assert "wandb online" in shown
+    assert shown.count("scripts/runs.py sync") == 1
+    assert "0" * 40 not in shown
+
+
+# --- secrets ----------------------------------------------------------------------------------------------------------
+
+
+def test_keys_are_nowhere(lab: Lab, server: Server) -> None:
+    keys = {
+        "WANDB_API_KEY": "5ecre7" + "ab12" * 9 + "cd",
+        "MLFLOW_TRACKING_TOKEN": "t0ken-that-nobody-sees",
+        "MY_SECRET": "n0t-me",
+    }
+    done = lab.command(
+        *SHORT, "tracking=all", "tracking.wandb.mode=offline", f"tracking.mlflow.tracking_uri={server.uri}",
+        "training.epochs=1", env={**os.environ, **keys},
+    )  # fmt: skip
+    assert done.returncode == FINISHED, done.stdout + done.stderr
+    files = [path for path in lab.folder.rglob("*") if path.is_file() and not path.is_symlink()]
+    assert any(path.suffix == ".wandb" for path in files)
+    database = (Path(server.process.args[5].removeprefix("sqlite:///"))).read_bytes()  # type: ignore[index,union-attr]
+    for key in keys.values():
+        assert key not in done.stdout + done.stderr
+        assert [path for path in files if key.encode() in path.read_bytes()] == []
+        assert key.encode() not in database
