@@ -12,7 +12,7 @@ import netrc
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -163,6 +163,7 @@ def update_state(run: RunDir, name: str, **fields: Any) -> None:
 
 def remember_end(run: RunDir, state: str) -> None:
     """The process that trained has said how it ended."""
+    (run.path / FOLDER).mkdir(exist_ok=True)
     run.write(f"{FOLDER}/end.json", {"state": state})
 
 
@@ -218,6 +219,34 @@ class Points:
         self.nth = self.nth + 1 if line["step"] == self.step else 0
         self.step = line["step"]
         return Point(line["step"], line["epoch"], line["time"], self.segment, self.nth, values)
+
+
+class Told:
+    """What a tracker has been told of a run, on disk: a run that goes on after anything is told the rest.
+
+    A metric is known up to a place. Steps that a resume does again have the place they had.
+    """
+
+    def __init__(self, run: RunDir, name: str, afresh: bool = False) -> None:
+        self.run, self.name = run, name
+        known = {} if afresh else state_of(run, name)
+        self.rows = known.get("rows", 0)
+        """Rows written."""
+        self._places: dict[str, list[int]] = known.get("told", {})
+
+    def new(self, point: Point) -> dict[str, float]:
+        """Its values that were not told yet."""
+        return {key: value for key, value in point.values.items() if self._places.get(key, []) < point.place}
+
+    def add(self, keys: Iterable[str], place: list[int], rows: int = 1) -> None:
+        self._places |= dict.fromkeys(keys, place)
+        self.rows += rows
+
+    def knows(self, key: str, place: list[int]) -> bool:
+        return self._places.get(key, []) >= place
+
+    def save(self) -> None:
+        update_state(self.run, self.name, rows=self.rows, told=self._places)
 
 
 class Histograms:

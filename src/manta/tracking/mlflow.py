@@ -19,7 +19,7 @@ from manta import runs
 from manta.config import Config, absolute
 from manta.runs import RunDir
 from manta.search.record import STOPPED
-from manta.tracking import Alive, Point, place, results, sole, state_of, update_state
+from manta.tracking import Alive, Point, Told, place, results, sole, state_of, update_state
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -42,7 +42,7 @@ class MlflowTracker:
         self.settings = config.tracking.mlflow
         self._client: Any = None
         self._id = ""
-        self._told: set[tuple[str, int, float]] = set()
+        self._told = Told(run, "mlflow")
 
     # --- beginning ---------------------------------------------------------------------------------------------------
 
@@ -58,10 +58,10 @@ class MlflowTracker:
         self.alive()
         found = self._find(experiment)
         if found is None:
+            self._told = Told(self.run, "mlflow", afresh=True)
             found = self._client.create_run(experiment, run_name=self._name(), tags=self._tags())
         else:
             self._client.update_run(found.info.run_id, status="RUNNING")
-            self._told = set(self._history(found))
         self._id = found.info.run_id
         update_state(self.run, "mlflow", run_id=self._id, experiment_id=experiment)
         self._adopt(found)
@@ -121,11 +121,6 @@ class MlflowTracker:
         if parent is not None and found.data.tags.get("mlflow.parentRunId") != parent:
             self._client.set_tag(self._id, "mlflow.parentRunId", parent)
 
-    def _history(self, found: "Run") -> Iterator[tuple[str, int, float]]:
-        for key in found.data.metrics:
-            for metric in self._client.get_metric_history(found.info.run_id, key):
-                yield key, metric.step, metric.value
-
     def _log_params(self, found: "Run") -> None:
         """Parameters are written once: what a resume changed becomes a tag."""
         from mlflow.entities import Param, RunTag
@@ -142,18 +137,21 @@ class MlflowTracker:
     # --- while it trains ---------------------------------------------------------------------------------------------
 
     def log(self, points: list[Point]) -> None:
+        """A batch whose answer got lost is sent again with the same times, which the server knows then."""
         from mlflow.entities import Metric
 
-        new = (
-            (_key(key), value, int(point.time * 1000), point.step)
-            for point in points
-            for key, value in {**point.values, "epoch": float(point.epoch)}.items()
-        )
-        unknown = (each for each in new if (each[0], each[3], each[1]) not in self._told)
-        for batch in batches(unknown, METRICS_A_BATCH):
-            self._client.log_batch(self._id, metrics=[Metric(*each) for each in dict.fromkeys(batch)])
-            self._told.update((key, step, value) for key, value, _, step in batch)
+        new = ((point, key, value) for point in points for key, value in self._values(point).items())
+        for batch in batches(new, METRICS_A_BATCH):
+            metrics = [Metric(_key(key), value, int(point.time * 1000), point.step) for point, key, value in batch]
+            self._client.log_batch(self._id, metrics=metrics)
+            for point, key, _ in batch:
+                self._told.add([key], point.place, rows=0)
+            self._told.save()
             self.alive()
+
+    def _values(self, point: Point) -> dict[str, float]:
+        new = self._told.new(point)
+        return {**new, "epoch": float(point.epoch)} if new else {}
 
     # --- the end -----------------------------------------------------------------------------------------------------
 

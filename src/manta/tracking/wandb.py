@@ -9,7 +9,7 @@ from manta import runs
 from manta.config import Config
 from manta.runs import RunDir
 from manta.search.record import STOPPED
-from manta.tracking import Alive, Point, place, results, state_of, update_state, wandb_mode
+from manta.tracking import Alive, Point, Told, place, results, state_of, update_state, wandb_mode
 
 SAVE_EVERY = 50
 
@@ -19,9 +19,7 @@ class WandbTracker:
         self.run, self.config, self.alive = run, config, alive
         self.mode = wandb_mode(config.tracking.wandb)
         self._run: Any = None
-        self._rows = 0
-        self._told: dict[str, list[int]] = {}
-        """Of each metric: the place of the point it was told last."""
+        self._told = Told(run, "wandb")
 
     def begin(self) -> None:
         import wandb
@@ -30,8 +28,7 @@ class WandbTracker:
         identity = known.get("id") or secrets.token_hex(4)
         update_state(self.run, "wandb", id=identity, mode=self.mode)
         # The server knows the row it had last and takes only later ones; a directory written offline knows nothing.
-        progress = known.get("offline", {}) if self.mode == "offline" else {}
-        self._rows, self._told = progress.get("rows", 0), progress.get("told", {})
+        self._told = Told(self.run, "wandb", afresh=self.mode == "online" or known.get("mode") != self.mode)
         settings, where, objective = self.config.tracking.wandb, place(self.run, self.config), self.config.objective
         self._run = wandb.init(
             id=identity,
@@ -56,17 +53,15 @@ class WandbTracker:
         self._run.define_metric(objective.metric, step_metric="step", summary=objective.mode)
 
     def log(self, points: list[Point]) -> None:
-        for count, point in enumerate(points):
-            new = {key: value for key, value in point.values.items() if self._told.get(key, []) < point.place}
-            if not new:
-                continue
-            row = {**new, "step": point.step, "epoch": point.epoch, "_timestamp": point.time}
-            self._run.log(row, step=self._rows, commit=True)
-            self._rows += 1
-            self._told |= dict.fromkeys(new, point.place)
-            if count % SAVE_EVERY == SAVE_EVERY - 1:
-                self._save()
-        self._save()
+        for count, point in enumerate(points, start=1):
+            new = self._told.new(point)
+            if new:
+                row = {**new, "step": point.step, "epoch": point.epoch, "_timestamp": point.time}
+                self._run.log(row, step=self._told.rows, commit=True)
+                self._told.add(new, point.place)
+            if count % SAVE_EVERY == 0:
+                self._told.save()
+        self._told.save()
         self.alive()
 
     def histograms(self, lines: list[dict[str, Any]]) -> None:
@@ -74,21 +69,16 @@ class WandbTracker:
         import wandb
 
         for line in lines:
-            if self._told.get("histograms", []) >= [line["step"]]:
+            if self._told.knows("histograms", [line["step"]]):
                 continue
             row: dict[str, Any] = {"step": line["step"]}
             for name, found in line["histograms"].items():
                 if found["counts"]:
                     edges = np.linspace(found["low"], found["high"], len(found["counts"]) + 1)
                     row[name] = wandb.Histogram(np_histogram=(np.array(found["counts"]), edges))
-            self._run.log(row, step=self._rows, commit=True)
-            self._rows += 1
-            self._told["histograms"] = [line["step"]]
-        self._save()
-
-    def _save(self) -> None:
-        if self.mode == "offline":
-            update_state(self.run, "wandb", offline={"rows": self._rows, "told": self._told})
+            self._run.log(row, step=self._told.rows, commit=True)
+            self._told.add(["histograms"], [line["step"]])
+        self._told.save()
 
     def end(self, state: str) -> None:
         if self._run is None:
@@ -115,7 +105,7 @@ class WandbTracker:
             found["trials"] = wandb.Table(dataframe=pd.read_csv(table))
         if page.is_file():
             found["report"] = wandb.Html(str(page))
-        self._run.log(found, step=self._rows)
+        self._run.log(found, step=self._told.rows)
 
     def _log_checkpoint(self) -> None:
         import wandb
