@@ -50,6 +50,8 @@ def job(cfg: DictConfig) -> float | None:
     """
     settings = HydraConfig.get()
     overrides = list(OmegaConf.to_container(settings.overrides.task, resolve=False))  # type: ignore[arg-type]
+    if settings.mode == RunMode.MULTIRUN and cfg.group is None:
+        cfg.group = "_".join(Path(settings.sweep.dir).parts[-2:])
     outcomes: list[Outcome] = []
 
     def go() -> int:

@@ -239,6 +239,77 @@ class Search:
 
 
 @dataclass
+class Wandb:
+    """Weights & Biases. The key comes from WANDB_API_KEY (environment or .env) or `wandb login`."""
+
+    enabled: bool = False
+    """Track with it (`tracking=wandb`)."""
+    project: str = "manta"
+    """Project that runs go to."""
+    entity: str | None = None
+    """User or team; null = the key's own."""
+    mode: str | None = None
+    """online, offline or disabled; null = WANDB_MODE, else online with a key and offline without."""
+    job_type: str | None = None
+    """Null = train, trial or search."""
+    notes: str | None = None
+    """Longer words about the run."""
+    watch: str | None = None
+    """Histograms of every parameter at each validation: gradients, parameters or all; null = none."""
+    save_checkpoint: bool = False
+    """Upload the best checkpoint as an artifact at the end."""
+
+
+@dataclass
+class Mlflow:
+    """MLflow. Tokens and passwords come from MLFLOW_TRACKING_TOKEN, or _USERNAME and _PASSWORD (environment or .env)."""
+
+    enabled: bool = False
+    """Track with it (`tracking=mlflow`)."""
+    tracking_uri: str | None = None
+    """http://host:port of a server, or sqlite:///file; null = MLFLOW_TRACKING_URI, else mlflow.db under `storage.path`."""
+    experiment_name: str = "manta"
+    """Experiment that runs go to; made if it is not there."""
+    log_model: bool = True
+    """At the end, log the best model with its signature (not of a search's trials, but of its best)."""
+    save_checkpoint: bool = False
+    """Upload the best checkpoint as an artifact at the end."""
+
+
+@dataclass
+class Tensorboard:
+    """TensorBoard files in the run directory: `tensorboard --logdir outputs`."""
+
+    enabled: bool = False
+    """Track with it (`tracking=tensorboard`)."""
+
+
+@dataclass
+class Csv:
+    """metrics.csv in the run directory, one row a report."""
+
+    enabled: bool = False
+    """Write it (`tracking=csv`)."""
+
+
+@dataclass
+class Tracking:
+    """Trackers beside the run directory, which always has everything; they combine: `tracking=[wandb,mlflow]`."""
+
+    wandb: Wandb = field(default_factory=Wandb)
+    """Weights & Biases."""
+    mlflow: Mlflow = field(default_factory=Mlflow)
+    """MLflow."""
+    tensorboard: Tensorboard = field(default_factory=Tensorboard)
+    """TensorBoard."""
+    csv: Csv = field(default_factory=Csv)
+    """A table."""
+    finish_s: float = 20.0
+    """Seconds that the end of a run waits at most for a tracker that is slow or away; `scripts/runs.py sync` tells it the
+    rest later."""
+
+
+@dataclass
 class Storage:
     """Where results go."""
 
@@ -256,6 +327,8 @@ class Config:
     """Appended to the run directory's name."""
     tags: list[str] = field(default_factory=list)
     """Free labels to find runs by."""
+    group: str | None = None
+    """Name that runs share which belong together; null = that of the multirun, if they are its jobs."""
     seed: int = 0
     """Seeds weights, sample order and every random generator of every rank."""
     resume: str | None = None
@@ -286,8 +359,8 @@ class Config:
     """Where Ray comes from."""
     search: Search = field(default_factory=Search)
     """Many runs instead of one."""
-    tracking: dict[str, Any] = field(default_factory=dict)
-    """Trackers beside the run directory; empty = none."""
+    tracking: Tracking = field(default_factory=Tracking)
+    """Trackers beside the run directory."""
     storage: Storage = field(default_factory=Storage)
     """Where results go."""
 
