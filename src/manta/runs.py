@@ -335,12 +335,14 @@ def writing(run: RunDir, wait_s: float = 30.0) -> Iterator[None]:
 
 
 def is_locked(run: RunDir) -> bool:
-    """Whether a process is training this run right now."""
-    if not run.lock_file.exists():
+    """Whether a process is training this run right now. Writes nothing, and several may ask at once."""
+    try:
+        file = open(run.lock_file, "rb")
+    except FileNotFoundError:
         return False
-    with open(run.lock_file) as file:
+    with file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
     return False
