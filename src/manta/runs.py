@@ -175,6 +175,11 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
+def commit() -> str | None:
+    """The git commit of this code."""
+    return _git(Path(__file__).resolve().parents[2], "rev-parse", "HEAD")
+
+
 def _gpus() -> list[str]:
     """Names of the machine's NVIDIA GPUs, read from the driver's own files."""
     found = []

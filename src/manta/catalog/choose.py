@@ -21,8 +21,12 @@ def add_filters(parser: ArgumentParser) -> None:
     parser.add_argument("--tag", action="append", metavar="TAG", help="with this tag; again: with all of them")
     parser.add_argument("--group", metavar="GROUP", help="of this group; * stands for anything")
     parser.add_argument("--name", metavar="NAME", help="of this name; * stands for anything")
-    parser.add_argument("--since", metavar="WHEN", help="started since: 2026-11-30, 2026-11-30T14:00, today, 90m, 12h, 3d")
-    parser.add_argument("--where", action="append", metavar="SETTING=VALUE", help="model=cnn, optimizer.lr=0.01, seed!=0")
+    parser.add_argument(
+        "--since", metavar="WHEN", help="started since: 2026-11-30, 2026-11-30T14:00, today, 90m, 12h, 3d"
+    )
+    parser.add_argument(
+        "--where", action="append", metavar="SETTING=VALUE", help="model=cnn, optimizer.lr=0.01, seed!=0"
+    )
 
 
 def has_filters(arguments: Namespace) -> bool:
@@ -62,7 +66,9 @@ def _state(text: str) -> str:
     if text in STATES:
         return text
     found = nearest(text, STATES)
-    raise MantaError(f"--state {text}: it must be of {', '.join(STATES)}." + (f" Did you mean {found}?" if found else ""))
+    raise MantaError(
+        f"--state {text}: it must be of {', '.join(STATES)}." + (f" Did you mean {found}?" if found else "")
+    )
 
 
 def _moment(text: str) -> float:
@@ -75,7 +81,9 @@ def _moment(text: str) -> float:
     try:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:
-        raise MantaError(f"--since {text}: write a date (2026-11-30, 2026-11-30T14:00), today, or an age (90m, 12h, 3d).") from None
+        raise MantaError(
+            f"--since {text}: write a date (2026-11-30, 2026-11-30T14:00), today, or an age (90m, 12h, 3d)."
+        ) from None
 
 
 class _Condition:

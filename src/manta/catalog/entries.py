@@ -222,7 +222,9 @@ def _lives(pid: Any, since: float | None) -> bool:
     """Whether a process of this host lives, and is the one that was there at a time."""
     try:
         fields = Path(f"/proc/{int(pid)}/stat").read_text().rpartition(")")[2].split()
-        booted = next(line.split()[1] for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
+        booted = next(
+            line.split()[1] for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime")
+        )
     except (OSError, TypeError, ValueError, StopIteration):
         return False
     born = int(booted) + int(fields[19]) / os.sysconf("SC_CLK_TCK")
@@ -236,10 +238,10 @@ def parts(search: Path) -> list[Path]:
 
 
 def _folders(path: Path, pattern: "re.Pattern[str] | None" = None) -> list[Path]:
-    """Directories in a directory, no links; by name."""
+    """Directories in a directory, by name; links to them too, for runs that were moved to another disk."""
     try:
         with os.scandir(path) as found:
-            names = [entry.name for entry in found if entry.is_dir(follow_symlinks=False)]
+            names = [entry.name for entry in found if entry.is_dir()]
     except OSError:
         return []
     return [path / name for name in sorted(names) if not name.startswith(".") and (not pattern or pattern.match(name))]
@@ -310,7 +312,9 @@ def pick(spec: str, storage: Path, defaults: Defaults) -> Entry:
     for path in (Path(spec).expanduser(), storage / spec):
         if path.is_dir() and spec.strip("./"):
             path = path.resolve()
-            if any((path / name).exists() for name in FILES[:2]) or (path.parents[1] == storage.resolve() and is_run(path)):
+            if any((path / name).exists() for name in FILES[:2]) or (
+                path.parents[1] == storage.resolve() and is_run(path)
+            ):
                 return Entry(path, defaults, part_of(path))
     known = {f"{entry.path.parent.name}/{entry.path.name}": entry for entry in scan(storage, defaults)}
     wanted = spec.strip("/")
@@ -321,6 +325,10 @@ def pick(spec: str, storage: Path, defaults: Defaults) -> Entry:
     if found:
         listed = "".join(f"\n  {entry}" for entry in found[:10]) + ("\n  ..." if len(found) > 10 else "")
         raise MantaError(f"{spec} means {len(found)} runs; give more of one of these:{listed}")
-    close = nearest(spec, [part for name, entry in known.items() for part in (name, entry.path.name, entry.path.name[9:])])
+    close = nearest(
+        spec, [part for name, entry in known.items() for part in (name, entry.path.name, entry.path.name[9:])]
+    )
     hint = f" Did you mean {close}?" if close else " `python scripts/runs.py list` shows all."
-    raise MantaError(f"{spec}: no run under {runs.short(storage)} has this in its name, and it is no run directory.{hint}")
+    raise MantaError(
+        f"{spec}: no run under {runs.short(storage)} has this in its name, and it is no run directory.{hint}"
+    )

@@ -1,7 +1,9 @@
 """`list`: one row a run."""
 
+import json
 import time
 from argparse import Namespace
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from manta import runs
 from manta.catalog import render
 from manta.catalog.choose import chosen
 from manta.catalog.entries import Entry, scan
-from manta.catalog.render import Column, Table
+from manta.catalog.render import Column, Table, comma_separated
 from manta.catalog.settings import Defaults
 from manta.errors import MantaError, nearest
 
@@ -89,3 +91,24 @@ def nothing(storage: Path) -> str:
     if storage.is_dir() and next(iter(scan(storage, Defaults(Path()))), None):
         return f"No run under {runs.short(storage)} is like that."
     return f"There is no run under {runs.short(storage)} yet. Start one: python train.py"
+
+
+def metrics_csv(entry: Entry) -> str:
+    """metrics.jsonl as CSV: the union of keys as columns, one row a report; lines that cannot be read are left out.
+
+    Raises:
+        MantaError: there are no metrics.
+    """
+    if entry.kind == "search":
+        raise MantaError(f"{entry} is a search: its table is {entry}/trials.csv, and its trials have metrics each.")
+    lines = []
+    try:
+        for line in entry.run.metrics.read_bytes().splitlines():
+            with suppress(ValueError):
+                lines.append(json.loads(line))
+    except OSError as error:
+        raise MantaError(f"{entry} has no metrics.jsonl that can be read: {error.strerror}.") from error
+    reports = [line for line in lines if isinstance(line, dict)]
+    if not reports:
+        raise MantaError(f"{entry} has reported no metrics yet.")
+    return comma_separated([{key: None for key in ("step", "epoch", "time")} | line for line in reports])

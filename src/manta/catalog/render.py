@@ -14,7 +14,14 @@ from manta.errors import MantaError
 from manta.view import Terminal, number
 
 FORMATS = ("table", "markdown", "latex", "csv", "json")
-STYLES = {"finished": "green", "running": "cyan", "failed": "red", "interrupted": "yellow", "died": "red", "damaged": "red"}
+STYLES = {
+    "finished": "green",
+    "running": "cyan",
+    "failed": "red",
+    "interrupted": "yellow",
+    "died": "red",
+    "damaged": "red",
+}
 NARROWEST = 16  # characters of the column that gives way
 
 
