@@ -6,7 +6,6 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Iterator
 from datetime import datetime, timedelta
 from fnmatch import fnmatchcase
-from typing import Any
 
 from manta.catalog.entries import STATES, Entry
 from manta.catalog.settings import Defaults, read_yaml, same

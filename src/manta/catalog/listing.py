@@ -22,15 +22,15 @@ SORTS = ("date", "objective", "duration")
 def rows(arguments: Namespace, storage: Path, defaults: Defaults) -> list[Entry]:
     """The runs that are asked for, in order; no more are read than that takes."""
     if arguments.sort not in SORTS:
-        found = nearest(arguments.sort, SORTS)
-        hint = f" Did you mean {found}?" if found else ""
+        close = nearest(arguments.sort, SORTS)
+        hint = f" Did you mean {close}?" if close else ""
         raise MantaError(f"--sort {arguments.sort}: it must be of {', '.join(SORTS)}.{hint}")
     if arguments.limit is not None and arguments.limit < 1:
         raise MantaError(f"--limit {arguments.limit}: it must be at least 1.")
     found = chosen(scan(storage, defaults, arguments.trials), arguments, defaults)
     if arguments.sort == "date":
         return list(islice(found, arguments.limit))
-    by = {"objective": _by_objective, "duration": lambda entry: -(entry.duration or 0.0)}[arguments.sort]
+    by = _by_objective if arguments.sort == "objective" else _by_duration
     return sorted(found, key=by)[: arguments.limit]
 
 
@@ -39,6 +39,10 @@ def _by_objective(entry: Entry) -> tuple[Any, ...]:
     value, objective = entry.value, entry.objective
     sign = 1 if objective.get("mode") == "min" else -1
     return (value is None, str(objective.get("metric")), sign * (value or 0.0))
+
+
+def _by_duration(entry: Entry) -> tuple[Any, ...]:
+    return (-(entry.duration or 0.0),)
 
 
 def table(entries: list[Entry]) -> Table:
@@ -111,4 +115,4 @@ def metrics_csv(entry: Entry) -> str:
     reports = [line for line in lines if isinstance(line, dict)]
     if not reports:
         raise MantaError(f"{entry} has reported no metrics yet.")
-    return comma_separated([{key: None for key in ("step", "epoch", "time")} | line for line in reports])
+    return comma_separated([dict.fromkeys(("step", "epoch", "time")) | line for line in reports])

@@ -256,15 +256,17 @@ class Defaults:
             overrides: of the run; with them options are told by name instead of by their settings.
         """
         explicit, implied = self.chosen(overrides)
-        typed = tuple(key for key in map(lambda text: split_override(text)[0], overrides) if key not in self.groups)
+        keys = (split_override(text)[0] for text in overrides)
+        typed = tuple(key for key in keys if key not in self.groups)
         choices = {group: name for group, name in explicit.items() if name != self.choices.get(group)}
         options = [
             self.option(group, name) for group, value in {**implied, **choices}.items() for name in _names(value)
         ]
-        values = {}
-        for key, value in self._leaves(flat):
-            if is_under(key, typed) or not self._follows(key, value, options):
-                values[key] = value
+        values = {
+            key: value
+            for key, value in self._leaves(flat)
+            if is_under(key, typed) or not self._follows(key, value, options)
+        }
         return Differences(choices, values)
 
     def _leaves(self, flat: Flat) -> Iterator[tuple[str, Any]]:
