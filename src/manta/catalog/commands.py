@@ -178,8 +178,9 @@ def _list(arguments: Namespace, hand: Hand) -> int:
 
 def _show(arguments: Namespace, hand: Hand) -> int:
     entry = hand.pick(arguments.run)
-    rows = [(what, value.replace("\n", "\n" + " " * 13)) for what, value in details.show(entry)]
-    hand.terminal.print(table("Run", rows), markup=False)
+    rows = details.show(entry)
+    below = "\n" + " " * (max(len(what) for what, _ in rows) + 2)
+    hand.terminal.print(table("Run", [(what, value.replace("\n", below)) for what, value in rows]))
     return FINISHED
 
 
@@ -194,7 +195,7 @@ def _compare(arguments: Namespace, hand: Hand) -> int:
 
 def _table(arguments: Namespace, hand: Hand) -> int:
     _check_format(arguments.format)
-    entries = _asked(arguments, hand) if arguments.runs else hand.filtered(arguments)
+    entries = _asked(arguments, hand)[::-1] if arguments.runs else hand.filtered(arguments)
     known = [entry for entry in entries if entry.kind != "search" and entry.config]
     if not arguments.runs and not arguments.state:
         known = [entry for entry in known if entry.state == runs.FINISHED]

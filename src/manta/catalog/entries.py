@@ -101,7 +101,10 @@ class Entry:
 
     @cached_property
     def differences(self) -> Differences:
-        return self.defaults.differences(self.config, self.overrides)
+        found = self.defaults.differences(self.config, self.overrides)
+        if self.part:  # its search shared the resources out
+            return Differences(found.choices, {k: v for k, v in found.values.items() if not k.startswith("scaling.")})
+        return found
 
     # --- what it is ------------------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ def collect(entries: list[Entry]) -> list[Row]:
     """Rows in the order in which their first runs were started.
 
     Args:
-        entries: the newest first.
+        entries: the newest first; of a seed that is there twice the first counts.
     """
     found: dict[str, Row] = {}
     for entry in entries:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from manta.catalog.entries import Entry, is_locked, newest, parts
 from manta.catalog.settings import Defaults
 from manta.errors import MantaError
 from manta.runs import RunDir
+
+STARTING_S = 60
 
 
 def check(entry: Entry, storage: Path) -> None:
@@ -27,7 +30,8 @@ def check(entry: Entry, storage: Path) -> None:
             f"{entry} is not one of the run directories <date>/<time> below {runs.short(storage)}: nothing is deleted. "
             f"Name its storage if it is meant: --storage {path.parent.parent}"
         )
-    _ = entry.status
+    if not entry.status and time.time() - path.stat().st_mtime < STARTING_S:
+        raise MantaError(f"{entry} was made a moment ago and may be about to start. Try again in a minute.")
     if entry.status.get("state") == runs.RUNNING and entry.is_alive():
         raise MantaError(f"{entry} is being trained right now. Stop it first.")
     if any(is_locked(RunDir(folder)) for folder in (path, path / "best", *parts(path))):

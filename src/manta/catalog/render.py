@@ -94,8 +94,10 @@ def plain(table: Table, width: int | None = None) -> Text:
         if table.columns[i].rank > 0:
             shown.remove(i)
     if width is not None:
-        room = width - sum(widths[j] + 2 for j in shown if j in fixed)
-        widths.update({j: max(min(widths[j], room), 1) for j in shown if j not in fixed})
+        bending, room = [j for j in shown if j not in fixed], width - sum(widths[j] + 2 for j in shown if j in fixed)
+        if room < 8 and len(fixed) > 1:
+            shown = [j for j in shown if j in fixed]
+        widths.update({j: min(widths[j], max(room // len(bending) - (len(bending) > 1) * 2, 1)) for j in bending})
     text = Text()
     for at, row in enumerate([[column.title for column in table.columns], *table.rows]):
         text.append("\n" if at else "")
