@@ -79,34 +79,44 @@ def write(terminal: Terminal, text: str, end: str = "\n") -> None:
 
 
 def plain(table: Table, width: int | None = None) -> Text:
-    """Aligned columns without lines."""
-    shown = list(range(len(table.columns)))
-
-    def natural(i: int) -> int:
-        return max(len(cell) for cell in (table.columns[i].title, *(row[i] for row in table.rows)))
-
-    widths = {i: natural(i) for i in shown}
-    fixed = [i for i in shown if not table.columns[i].bends]
-    for i in sorted(shown, key=lambda i: -table.columns[i].rank):
-        bending = sum(min(widths[j], NARROWEST) + 2 for j in shown if j not in fixed)
-        if width is None or sum(widths[j] + 2 for j in fixed if j in shown) + bending <= width + 2:
-            break
-        if table.columns[i].rank > 0:
-            shown.remove(i)
-    if width is not None:
-        bending, room = [j for j in shown if j not in fixed], width - sum(widths[j] + 2 for j in shown if j in fixed)
-        if room < 8 and len(fixed) > 1:
-            shown = [j for j in shown if j in fixed]
-        widths.update({j: min(widths[j], max(room // len(bending) - (len(bending) > 1) * 2, 1)) for j in bending})
-    text = Text()
+    """Aligned columns without lines, cut to `width` characters as far as the columns allow."""
+    widths = _widths(table, width)
+    last, text = max(widths), Text()
     for at, row in enumerate([[column.title for column in table.columns], *table.rows]):
         text.append("\n" if at else "")
-        for i in shown:
-            cell = row[i] if len(row[i]) <= widths[i] else row[i][: widths[i] - 1] + "…"
+        for i in widths:
+            cell = _cut(row[i], widths[i], keep_end=at == 0)
             aligned = cell.rjust(widths[i]) if table.columns[i].right else cell.ljust(widths[i])
             style = "bold" if at == 0 or (at - 1, i) in table.bold else STYLES.get(cell, "")
-            text.append(aligned.rstrip() if i == shown[-1] else aligned + "  ", style=style)
+            text.append(aligned.rstrip() if i == last else aligned + "  ", style=style)
     return text
+
+
+def _widths(table: Table, width: int | None) -> dict[int, int]:
+    """The columns that are shown, with their widths; None = as wide as they are."""
+    columns = table.columns
+    widths = {i: max(len(cell) for cell in (c.title, *(row[i] for row in table.rows))) for i, c in enumerate(columns)}
+    if width is None:
+        return widths
+    for i in sorted(widths, key=lambda i: -columns[i].rank):
+        least = sum((min(widths[j], NARROWEST) if columns[j].bends else widths[j]) + 2 for j in widths)
+        if least <= width + 2:
+            break
+        if columns[i].rank > 0:
+            del widths[i]
+    bending = [i for i in widths if columns[i].bends]
+    room = width - sum(widths[i] + 2 for i in widths if i not in bending)
+    if room < 8 and len(widths) - len(bending) > 1:
+        return {i: widths[i] for i in widths if i not in bending}
+    each = (room + 2) // max(len(bending), 1) - 2
+    return {i: min(widths[i], max(each, 1)) if i in bending else widths[i] for i in widths}
+
+
+def _cut(text: str, width: int, keep_end: bool) -> str:
+    """Text in so many characters; of a run that is a title its end tells it apart."""
+    if len(text) <= width:
+        return text
+    return "…" + text[len(text) - width + 1 :] if keep_end else text[: width - 1] + "…"
 
 
 def markdown(table: Table) -> str:
