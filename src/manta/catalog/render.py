@@ -106,7 +106,7 @@ def _widths(table: Table, width: int | None) -> dict[int, int]:
             del widths[i]
     bending = [i for i in widths if columns[i].bends]
     room = width - sum(widths[i] + 2 for i in widths if i not in bending)
-    if room < 8 and len(widths) - len(bending) > 1:
+    if room < 8 and len(bending) == 1:
         return {i: widths[i] for i in widths if i not in bending}
     each = (room + 2) // max(len(bending), 1) - 2
     return {i: min(widths[i], max(each, 1)) if i in bending else widths[i] for i in widths}
