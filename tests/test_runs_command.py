@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 import yaml
 
-from manta.catalog import commands, render
+from manta.catalog import commands, remove, render
 from manta.catalog.entries import DAMAGED, DIED, Entry, pick, scan
 from manta.catalog.render import Column, Table
 from manta.catalog.settings import Defaults, flatten, read_config, read_overrides
@@ -160,6 +161,15 @@ def test_settings_that_differ_from_the_defaults(overrides: tuple[str, ...], expe
     assert DEFAULTS.differences(config, list(overrides)).all() == expected
 
 
+def test_what_a_chosen_option_leaves_to_the_schema_is_part_of_the_choice(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "conf", tmp_path / "conf")
+    with open(tmp_path / "conf/data/digits.yaml", "a") as file:
+        file.write("prefetch_factor: 9\n")
+    config = flatten(dataclasses.asdict(make_config("data=mnist", "data.num_workers=2")))
+    found = Defaults(tmp_path / "conf").differences(config, ["data=mnist", "data.num_workers=2"])
+    assert found.all() == {"data": "mnist", "data.num_workers": 2}
+
+
 def test_without_its_command_line_and_edited_by_hand_the_file_counts(storage: Path) -> None:
     run = make(storage, "2026-01-01/10-00-00", "model=cnn")
     text = (run / "config.yaml").read_text()
@@ -272,6 +282,22 @@ def test_the_lock_of_a_trial_keeps_its_search_alive(storage: Path) -> None:
     with open(trial / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert Entry(search, DEFAULTS).state == "running"
+
+
+def test_trials_are_listed_when_asked_for(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    search = make(storage, "2026-01-01/10-00-00", "search=random")
+    (search / "space.yaml").write_text("{}")
+    make(storage, "2026-01-01/10-00-00/trials/00000", "optimizer.lr=0.02", "scaling.num_workers=1")
+    make(storage, "2026-01-01/10-00-00/refit/00000/seed-1", "seed=1")
+    make(storage, "2026-01-01/09-00-00", "group=2026-01-01_08-59-59-multirun")
+    shown = json.loads(runs_py(capsys, storage, "list", "--trials", "--format", "json"))
+    assert [(row["run"][19:], row["kind"], row["settings"]) for row in shown] == [
+        ("10-00-00", "search", {"search": "random"}),
+        ("10-00-00/trials/00000", "trial", {"optimizer.lr": 0.02}),  # its search shared the resources out
+        ("10-00-00/refit/00000/seed-1", "refit", {"seed": 1}),
+        ("09-00-00", "multirun", {}),
+    ]
+    assert listed(capsys, storage) == ["10-00-00", "09-00-00"]
 
 
 def test_damage_is_said_in_the_row(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -431,9 +457,19 @@ def test_rerun_prints_the_command(storage: Path, capsys: pytest.CaptureFixture[s
     assert shlex.split(command)[2:] == ["model=cnn", "training.epochs=5", "seed=3", "tags=[a b]"]
     assert "was made with commit aaaaaaaaaa, this is" in warned and warned.count("\n") == 1
     assert "training.epochs=7" in runs_py(capsys, storage, "rerun", "10-00", "training.epochs=7", "--print")
-    assert "rerun starts afresh" in runs_py(capsys, storage, "rerun", "10-00", "resume=latest", code=2)
+    assert "rerun starts afresh" in runs_py(capsys, storage, "rerun", "10-00", "resume=latest", "--print", code=2)
     (run / "overrides.txt").unlink()
     assert "not known what it was started with" in runs_py(capsys, storage, "rerun", "10-00", "--print", code=2)
+
+
+def test_rerun_starts_train_py(
+    storage: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(storage, "2026-01-01/10-00-00", "model=cnn")
+    started: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda _, command: started.append(command))
+    runs_py(capsys, storage, "rerun", "latest", "seed=3")
+    assert started == [[sys.executable, str(ROOT / "train.py"), "model=cnn", "seed=3"]]
 
 
 def test_a_search_is_repeated_as_it_was_typed(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -457,6 +493,19 @@ def test_rm_needs_a_yes(storage: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert run.is_dir()
     assert "Deleted 1 run, " in runs_py(capsys, storage, "rm", "--yes", "10-00")
     assert list(storage.iterdir()) == []  # the empty day too
+
+
+@pytest.mark.parametrize("typed", ["yes", "y", ""])
+def test_rm_asks_on_a_terminal(
+    storage: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, typed: str
+) -> None:
+    run = make(storage, "2026-01-01/10-00-00")
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda _: typed)
+    said = runs_py(capsys, storage, "rm", "10-00")
+    assert run.exists() == (typed != "yes") and ("Nothing deleted" in said) == (typed != "yes")
 
 
 def test_rm_by_filter_moves_latest(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -487,8 +536,14 @@ def test_rm_follows_no_links(storage: Path, tmp_path: Path, capsys: pytest.Captu
     )
 
 
-def test_rm_leaves_what_is_training_and_parts_of_searches(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rm_leaves_what_is_training_and_parts_of_searches(
+    storage: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = make(storage, "2026-01-01/10-00-00", state="running", pid=2**22 + 1)
+    me = {"host": socket.gethostname(), "pid": os.getpid()}
+    now = datetime.now(timezone.utc).isoformat()
+    make(storage, "2026-01-01/13-00-00", state="running", attempt_started=now, **me)  # has no lock yet
+    assert "being trained right now" in runs_py(capsys, storage, "rm", "13-00", "--yes", code=2)
     search = make(storage, "2026-01-01/11-00-00", "search=random")
     (search / "space.yaml").write_text("{}")
     trial = make(storage, "2026-01-01/11-00-00/trials/00000")
@@ -501,6 +556,10 @@ def test_rm_leaves_what_is_training_and_parts_of_searches(storage: Path, capsys:
     started = storage / "2026-01-01/12-00-00"
     started.mkdir()
     assert "a moment ago" in runs_py(capsys, storage, "rm", "12-00", "--yes", code=2)
+    monkeypatch.setattr(remove, "check", lambda *_: None)  # a resume took the lock just after
+    with open(run / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "being trained by another process" in runs_py(capsys, storage, "rm", "10-00", "--yes", code=2)
     assert run.is_dir() and trial.is_dir() and started.is_dir()
 
 
@@ -542,7 +601,7 @@ def test_mistakes_are_one_message(storage: Path, capsys: pytest.CaptureFixture[s
     assert found.startswith("Error: ") and said in found and found.count("\n") == 1
 
 
-def test_the_command_loads_nothing_heavy_and_bears_a_closed_pipe(storage: Path) -> None:
+def test_the_command_loads_nothing_heavy_and_ends_quietly_in_a_pipe(storage: Path) -> None:
     for number in range(300):
         (storage / f"2026-01-01/10-{number // 60:02}-{number % 60:02}").mkdir(parents=True)
     code = f"import sys; from pathlib import Path; from manta.catalog.commands import main; print(main(['x', 'list'], Path({str(ROOT)!r})), {{'torch', 'ray', 'pandas', 'numpy'}} & set(sys.modules), file=sys.stderr)"
@@ -551,6 +610,28 @@ def test_the_command_loads_nothing_heavy_and_bears_a_closed_pipe(storage: Path) 
     piped = f"set -o pipefail; {shlex.quote(sys.executable)} {ROOT / SCRIPT} list | head -n 1"
     done = subprocess.run(["bash", "-c", piped], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("run ")
+
+
+@pytest.mark.parametrize(
+    "arguments", [("list",), ("csv", "latest"), ("latest",), ("show", "latest"), ("rerun", "latest", "--print")]
+)
+def test_a_reader_that_went_away_is_no_error(
+    storage: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    make(storage, "2026-01-02/10-00-00", commit="")
+
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError(text)
+
+        def fileno(self) -> int:
+            return spare
+
+    spare = os.open(os.devnull, os.O_WRONLY)
+    monkeypatch.setattr(sys, "stdout", Closed())
+    assert commands.main([SCRIPT, "--storage", str(storage), *arguments], ROOT) == 0
+    os.close(spare)
+    assert capsys.readouterr().err == ""
 
 
 def test_real_runs(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
