@@ -287,7 +287,7 @@ def test_the_lock_of_a_trial_keeps_its_search_alive(storage: Path) -> None:
 def test_trials_are_listed_when_asked_for(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
     search = make(storage, "2026-01-01/10-00-00", "search=random")
     (search / "space.yaml").write_text("{}")
-    make(storage, "2026-01-01/10-00-00/trials/00000", "optimizer.lr=0.02", "scaling.num_workers=1")
+    make(storage, "2026-01-01/10-00-00/trials/00000", "optimizer.lr=0.02", "scaling.num_workers=1", state="stopped")
     make(storage, "2026-01-01/10-00-00/refit/00000/seed-1", "seed=1")
     make(storage, "2026-01-01/09-00-00", "group=2026-01-01_08-59-59-multirun")
     shown = json.loads(runs_py(capsys, storage, "list", "--trials", "--format", "json"))
@@ -298,6 +298,7 @@ def test_trials_are_listed_when_asked_for(storage: Path, capsys: pytest.CaptureF
         ("09-00-00", "multirun", {}),
     ]
     assert listed(capsys, storage) == ["10-00-00", "09-00-00"]
+    assert listed(capsys, storage, "--trials", "--state", "stopped") == ["00000"]
 
 
 def test_damage_is_said_in_the_row(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:

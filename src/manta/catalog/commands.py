@@ -169,7 +169,10 @@ def _check_format(form: str) -> None:
 def _list(arguments: Namespace, hand: Hand) -> int:
     _check_format(arguments.format)
     found = listing.rows(arguments, hand.storage, hand.defaults)
-    if found or arguments.format in ("json", "csv"):
+    if arguments.format in ("json", "csv"):
+        records = [listing.record(entry) for entry in found]
+        render.render(render.Table([], [], records), arguments.format, hand.terminal)
+    elif found:
         render.render(listing.table(found), arguments.format, hand.terminal)
     else:
         hand.warn(listing.nothing(hand.storage))

@@ -17,10 +17,12 @@ from manta.catalog.settings import Defaults, Differences, Flat, read_config, rea
 from manta.config import SCHEMA_VERSION
 from manta.errors import MantaError, nearest
 from manta.runs import RunDir
+from manta.search.record import STOPPED
 
 DIED, DAMAGED = "died", "damaged"
-STATES = (runs.RUNNING, runs.FINISHED, runs.FAILED, runs.INTERRUPTED, DIED, DAMAGED)
+STATES = (runs.RUNNING, runs.FINISHED, STOPPED, runs.FAILED, runs.INTERRUPTED, DIED, DAMAGED)
 SILENT_S = 600  # a process on another host that holds no lock and has written nothing for so long is gone
+SPACE = "space.yaml"  # makes a directory a search's; as in search/space.py, which takes long to load
 FILES = ("config.yaml", "status.json", "overrides.txt", "provenance.json")
 _MULTIRUN = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d-multirun$")
 _DAY, _TIME = re.compile(r"\d{4}-\d\d-\d\d$"), re.compile(r"\d\d-\d\d-\d\d(-|$)")
@@ -113,7 +115,7 @@ class Entry:
         """run, multirun (a job of one), search, trial or refit."""
         if self.part:
             return self.part
-        if (self.path / "space.yaml").is_file():
+        if is_search(self.path):
             return "search"
         return "multirun" if _MULTIRUN.search(self.group) else "run"
 
@@ -234,10 +236,15 @@ def _lives(pid: Any, since: float | None) -> bool:
     return fields[0] not in "ZX" and (since is None or born < since + 2)
 
 
+def is_search(path: Path) -> bool:
+    """Whether a directory is a search's; False for one that cannot be looked into."""
+    return os.path.isfile(path / SPACE)
+
+
 def parts(search: Path) -> list[Path]:
     """The trials and refits of a search."""
     found = [*_folders(search / "trials"), *(run for trial in _folders(search / "refit") for run in _folders(trial))]
-    return [path for path in found if (path / "status.json").is_file() or (path / "config.yaml").is_file()]
+    return [path for path in found if any(os.path.isfile(path / name) for name in FILES[:2])]
 
 
 def _folders(path: Path, pattern: "re.Pattern[str] | None" = None) -> list[Path]:
@@ -277,15 +284,15 @@ def scan(storage: Path, defaults: Defaults, trials: bool = False) -> Iterator[En
                 yield Entry(path, defaults, problems=[f"unreadable: {error.strerror}"])
                 continue
             yield Entry(path, defaults)
-            if trials and (path / "space.yaml").is_file():
+            if trials and is_search(path):
                 yield from (Entry(part, defaults, part_of(part)) for part in parts(path))
 
 
 def part_of(path: Path) -> str | None:
     """trial or refit, if it is one of a search."""
-    if path.parent.name == "trials" and (path.parents[1] / "space.yaml").is_file():
+    if path.parent.name == "trials" and is_search(path.parents[1]):
         return "trial"
-    known = path.parents[1].name == "refit" and (path.parents[2] / "space.yaml").is_file()
+    known = path.parents[1].name == "refit" and is_search(path.parents[2])
     return "refit" if known else None
 
 

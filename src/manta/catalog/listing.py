@@ -54,7 +54,7 @@ def table(entries: list[Entry]) -> Table:
     cells = [_cells(entry) for entry in entries]
     if all(row[1] == "run" for row in cells):
         cells = [[row[0], "", *row[2:]] for row in cells]
-    return Table(columns, cells, [record(entry) for entry in entries]).without_empty()
+    return Table(columns, cells).without_empty()
 
 
 def _cells(entry: Entry) -> list[str]:
@@ -71,6 +71,7 @@ def _cells(entry: Entry) -> list[str]:
 
 def record(entry: Entry) -> dict[str, Any]:
     """A run for programs."""
+    entry.read_all()
     return {
         "run": str(entry),
         "kind": entry.kind,

@@ -209,7 +209,7 @@ class Defaults:
     @cached_property
     def groups(self) -> frozenset[str]:
         """Folders of conf/."""
-        folders = (path.relative_to(self.conf).as_posix() for path in self.conf.rglob("*/"))
+        folders = (path.relative_to(self.conf).as_posix() for path in self.conf.rglob("*") if path.is_dir())
         return frozenset(name for name in folders if not name.startswith(("hydra", ".", "__")))
 
     def option(self, group: str, name: str) -> Option:
