@@ -180,6 +180,11 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
+def commit() -> str | None:
+    """The git commit of this code."""
+    return _git(Path(__file__).resolve().parents[2], "rev-parse", "HEAD")
+
+
 def _gpus() -> list[str]:
     """Names of the machine's NVIDIA GPUs, read from the driver's own files."""
     found = []
@@ -340,12 +345,14 @@ def writing(run: RunDir, wait_s: float = 30.0) -> Iterator[None]:
 
 
 def is_locked(run: RunDir) -> bool:
-    """Whether a process is training this run right now."""
-    if not run.lock_file.exists():
+    """Whether a process is training this run right now. Writes nothing, and several may ask at once."""
+    try:
+        file = open(run.lock_file, "rb")
+    except FileNotFoundError:
         return False
-    with open(run.lock_file) as file:
+    with file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
     return False

@@ -1,12 +1,11 @@
 """metrics.csv in the run directory: one row a report, a column for everything ever reported."""
 
-import csv
 import os
-from typing import IO
 
+from manta.catalog.render import comma_separated
 from manta.config import Config
-from manta.runs import RunDir
-from manta.tracking import Alive, Point, Points
+from manta.runs import RunDir, read_lines
+from manta.tracking import Alive, Point
 
 
 class CsvTracker:
@@ -20,20 +19,11 @@ class CsvTracker:
         """Its columns are known at the end."""
 
     def end(self, state: str) -> None:  # noqa: ARG002
-        aside = self.run.path / f".metrics.csv.{os.getpid()}"
-        with open(aside, "w", newline="") as file:
-            write(self.run, file)
-        aside.replace(self.run.path / "metrics.csv")
-
-
-def write(run: RunDir, file: IO[str]) -> None:
-    """A run's history as CSV."""
-    points = Points(run.metrics).new()
-    names = list(dict.fromkeys(name for point in points for name in point.values))
-    writer = csv.DictWriter(file, ["step", "epoch", "time", *names])
-    writer.writeheader()
-    for point in points:
-        writer.writerow({"step": point.step, "epoch": point.epoch, "time": point.time, **point.values})
+        lines = read_lines(self.run.metrics)
+        if lines:
+            aside = self.run.path / f".metrics.csv.{os.getpid()}"
+            aside.write_text(comma_separated([dict.fromkeys(("step", "epoch", "time")) | line for line in lines]))
+            aside.replace(self.run.path / "metrics.csv")
 
 
 make = CsvTracker
