@@ -32,7 +32,8 @@ def y_axis(title: str, values: list[float | None], field: str = "y") -> alt.Y:
     scale = axis_scale(values)
     log = scale.to_dict().get("type") == "log"
     return alt.Y(
-        f"{field}:Q", title=f"{title} (logarithmic)" if log else title, scale=scale, axis=alt.Axis(tickCount=6, format="~g")
+        f"{field}:Q", title=f"{title} (logarithmic)" if log else title, scale=scale,
+        axis=alt.Axis(tickCount=6, format="~g") if log else alt.Axis(tickCount=6),
     )  # fmt: skip
 
 
@@ -68,7 +69,7 @@ def curves(
     rules = [{"x": best, "what": "best checkpoint"}] if best is not None else []
     if rules or takeovers:
         marks = alt.Chart(rows([*rules, *(takeovers or [])])).encode(x="x:Q", tooltip=alt.Tooltip("what:N", title=" "))
-        layers.append(marks.mark_rule(style="rule", strokeDash=[4, 3], strokeWidth=1.2))
+        layers.append(marks.mark_rule(style="guide", strokeDash=[4, 3], strokeWidth=1.2))
         labels = marks.encode(text="what:N", y=alt.value(2))
         layers.append(labels.mark_text(style="soft", align="right", baseline="top", dx=-5))
     return alt.layer(*layers)

@@ -43,7 +43,7 @@ def head(run: Run, numbers: list[tuple[str, str, str]]) -> str:
 def commit(run: Run) -> tuple[str, str, str]:
     git = run.provenance.get("git") or {}
     changed = " with uncommitted changes" if git.get("diff") else ""
-    return ("commit", str(git.get("commit") or "-")[:10], f"{git.get('branch') or ''}{changed}")
+    return ("commit", str(git.get("commit") or "-")[:8], f"{git.get('branch') or ''}{changed}")
 
 
 def took(run: Run, until: float | None = None) -> tuple[str, str, str]:
@@ -94,7 +94,7 @@ def _curves(run: Run) -> list[Figure]:
         if key not in ("train/epoch_loss", "train/lr", "samples_per_s"):
             kinds.setdefault(name, {})[f"{split} {name}".strip()] = curve(run.lines, key)
     figures = [
-        _figure(name, f"{name[:1].upper()}{name[1:]}", charts.curves(series, "step", name, best, takeovers), series)
+        _figure(name, f"{name[:1].upper()}{name[1:]}", charts.curves(series, "step", _only(series) or name, best, takeovers), series)
         for name, series in kinds.items()
         if any(point["y"] is not None for line in series.values() for point in line)
     ]
@@ -106,6 +106,11 @@ def _curves(run: Run) -> list[Figure]:
         chart = charts.curves(speed, "step", "samples per second")
         figures.append(_figure("throughput", "Training throughput", chart, speed))
     return figures
+
+
+def _only(series: dict[str, Any]) -> str:
+    """The name of the only curve."""
+    return next(iter(series)) if len(series) == 1 else ""
 
 
 def _figure(name: str, title: str, chart: Any, series: dict[str, Any]) -> Figure:

@@ -33,7 +33,7 @@ def _config(colours: list[str], ink: str, soft: str, grid: str, paper: str) -> d
             "strong": {"stroke": ink, "strokeWidth": 3},
             "halo": {"stroke": paper},
             "mark": {"fill": ink},
-            "rule": {"stroke": soft},
+            "guide": {"stroke": soft},
             "faint": {"stroke": grid},
             "soft": {"fill": soft, "fontSize": 11},
             "accent": {"stroke": colours[0]},
