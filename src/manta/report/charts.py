@@ -84,7 +84,7 @@ def bars(found: dict[str, float], title: str) -> Any:
         y=alt.Y("name:N", title=None, sort=list(found), axis=alt.Axis(labelLimit=260)),
         tooltip=[alt.Tooltip("name:N", title="setting"), alt.Tooltip("share:Q", format=".1%")],
     )  # fmt: skip
-    bar = base.mark_bar(style="accent-fill", cornerRadiusEnd=3, height={"band": 0.62})
+    bar = base.mark_bar(style="accent", cornerRadiusEnd=3, height={"band": 0.62})
     text = base.mark_text(align="left", dx=5).encode(text=alt.Text("share:Q", format=".0%"))
     return alt.layer(bar, text)
 

@@ -30,15 +30,12 @@ def _config(colours: list[str], ink: str, soft: str, grid: str, paper: str) -> d
         "bar": {"color": colours[0]},
         "text": {"color": ink, "fontSize": 11},
         "style": {
-            "strong": {"stroke": ink, "strokeWidth": 3},
-            "halo": {"stroke": paper},
-            "mark": {"fill": ink},
-            "guide": {"stroke": soft},
-            "faint": {"stroke": grid},
-            "soft": {"fill": soft, "fontSize": 11},
-            "accent": {"stroke": colours[0]},
-            "accent-fill": {"fill": colours[0]},
-            "warn": {"stroke": colours[1]},
+            "strong": {"color": ink, "strokeWidth": 3},
+            "halo": {"color": paper, "stroke": paper, "strokeWidth": 4, "fontSize": 11},
+            "guide": {"color": soft},
+            "faint": {"color": grid},
+            "soft": {"color": soft, "fontSize": 11},
+            "accent": {"color": colours[0]},
         },
     }  # fmt: skip
 

@@ -60,10 +60,9 @@ def curves(
 def curves_chart(points: list[Point], ends: list[Point], metric: str) -> Any:
     """A line a trial, coloured by how it ended; the mark of its end says so too."""
     states = [state for state in STATES if any(point["state"] == state for point in points)]
-    colour = alt.Color("state:N", scale=alt.Scale(domain=STATES), legend=None)
-    named = alt.Color(
+    colour = alt.Color(
         "state:N", title=None, scale=alt.Scale(domain=STATES),
-        legend=alt.Legend(values=states, symbolType="circle", symbolStrokeWidth=1.5, symbolSize=70),
+        legend=alt.Legend(values=states),
     )  # fmt: skip
     tips = [alt.Tooltip("trial:Q"), "state:N", alt.Tooltip("x:Q", title="epoch"), alt.Tooltip("y:Q", title=metric, format=".5~g")]
     values = [point["y"] for point in points]
@@ -72,10 +71,9 @@ def curves_chart(points: list[Point], ends: list[Point], metric: str) -> Any:
     )
     thin_lines = base.mark_line(strokeWidth=1.4, opacity=0.6).encode(color=colour)
     best = base.transform_filter("datum.best").mark_line(style="strong")
-    shape = alt.Shape("state:N", scale=alt.Scale(domain=STATES, range=SHAPES), legend=None)
-    end = alt.Chart(rows(ends)).encode(x="x:Q", y="y:Q", color=named, shape=shape, tooltip=tips)
-    legend = alt.layer(end.mark_point(filled=True, size=70, opacity=1))
-    return alt.layer(thin_lines, best, legend).resolve_scale(color="independent", shape="independent")
+    shape = alt.Shape("state:N", title=None, scale=alt.Scale(domain=STATES, range=SHAPES), legend=alt.Legend(values=states))
+    end = alt.Chart(rows(ends)).encode(x="x:Q", y="y:Q", color=colour, shape=shape, tooltip=tips)
+    return alt.layer(thin_lines, best, end.mark_point(filled=True, size=70, opacity=1))
 
 
 # --- best so far -----------------------------------------------------------------------------------------------------
@@ -118,7 +116,7 @@ def best_chart(points: list[Point], x: str, metric: str) -> Any:
     tips = ["trial:Q", alt.Tooltip("y:Q", title=metric, format=".5~g"), alt.Tooltip("x:Q", title=x, format=".4~g")]
     base = alt.Chart(rows(points)).encode(x=x_axis(x), y=y_axis(metric, [point["y"] for point in points]), tooltip=tips)
     line = base.mark_line(interpolate="step-after", style="accent", strokeWidth=2.5)
-    return alt.layer(line, base.transform_filter("datum.new").mark_point(filled=True, size=60, opacity=1, style="accent-fill"))
+    return alt.layer(line, base.transform_filter("datum.new").mark_point(filled=True, size=60, opacity=1, style="accent"))
 
 
 # --- settings --------------------------------------------------------------------------------------------------------
@@ -219,7 +217,7 @@ def _parallel_chart(
     colour = alt.Color(
         "value:Q", title=metric,
         scale=alt.Scale(domain=ends[::-1], scheme=alt.SchemeParams(name="viridis", extent=[0.12, 0.88]), clamp=True),
-        legend=alt.Legend(orient="bottom", gradientLength=240, gradientThickness=8, tickCount=4),
+        legend=alt.Legend(type="gradient", orient="bottom", gradientLength=240, gradientThickness=8, tickCount=4),
     )  # fmt: skip
     base = alt.Chart(rows(lines)).encode(x=x, y=y, detail="trial:N", order="i:Q", color=colour)
     tips = ["trial:N", alt.Tooltip("value:Q", title=metric, format=".5~g"), alt.Tooltip("name:N", title="setting"), "text:N"]
@@ -230,7 +228,8 @@ def _parallel_chart(
         base.mark_line(opacity=0.75, strokeWidth=1.6),
         base.transform_filter("datum.best").mark_line(strokeWidth=4.5),
         base.mark_point(filled=True, size=26, opacity=0.9).encode(tooltip=tips),
-        marks.mark_text(align="left", dx=9, stroke=None, style="soft").encode(text="text:N"),
+        marks.mark_text(align="left", dx=9, style="halo").encode(text="text:N"),
+        marks.mark_text(align="left", dx=9).encode(text="text:N"),
     )
 
 
