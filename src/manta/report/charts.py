@@ -106,7 +106,7 @@ def confusion(counts: list[list[int]], names: list[str]) -> Any:
         tooltip=["target:N", "prediction:N", "count:Q", alt.Tooltip("share:Q", title="share of target", format=".1%")],
     )  # fmt: skip
     colour = alt.Color(
-        "share:Q", title="share of the target's samples", scale=alt.Scale(domain=[0, 1], scheme="viridis"),
+        "share:Q", title="share of the target's samples", scale=alt.Scale(domain=[0, 1]),
         legend=alt.Legend(format="%", orient="top", gradientLength=200, gradientThickness=8),
     )  # fmt: skip
     layers = [base.mark_rect(cornerRadius=2).encode(color=colour)]

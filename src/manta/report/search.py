@@ -164,7 +164,7 @@ def _settings(run: Run, space: Space, records: list[Record]) -> list["str | Figu
     known = ranked(records, run.mode)
     parallel = trials.parallel(space, known, run.metric)
     if parallel:
-        note = "One line a trial, from its settings to its result"
+        note = "One line a trial, from its settings to its result: the lighter the better, the thick one is the best"
         note += f"; the best {trials.MOST_LINES} of {len(known):,}." if len(known) > trials.MOST_LINES else "."
         note += " A setting that does not apply to a trial is passed at the bottom (–)." if parallel.absent else ""  # noqa: RUF001
         parts.append(Figure("parallel", "Settings and results", parallel.chart, note, wide=True, height=360))

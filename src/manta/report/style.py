@@ -8,8 +8,9 @@ LIGHT = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#1b1
 DARK = ["#5AB0EA", "#FF8A4C", "#2DC5A0", "#E79CC4", "#F2B632", "#A6DBFF", "#E8EAED"]
 
 
-def _config(colours: list[str], ink: str, soft: str, grid: str, paper: str) -> dict[str, Any]:
+def _config(colours: list[str], ink: str, soft: str, grid: str, paper: str, extent: list[float]) -> dict[str, Any]:
     """A theme of Vega-Lite."""
+    viridis = {"scheme": "viridis", "extent": extent}  # without the end that the paper swallows
     axis = {
         "labelColor": soft, "titleColor": soft, "gridColor": grid, "domainColor": soft, "tickColor": grid, "labelFontSize": 11,
         "titleFontSize": 12, "titleFontWeight": "normal", "titlePadding": 8, "domain": False, "labelPadding": 5, "tickSize": 0,
@@ -25,7 +26,7 @@ def _config(colours: list[str], ink: str, soft: str, grid: str, paper: str) -> d
             "symbolType": "stroke", "symbolStrokeWidth": 3, "symbolSize": 150, "labelLimit": 420, "offset": 8, "titleLimit": 300,
         },
         "title": {"color": ink, "fontSize": 15, "fontWeight": 600},
-        "range": {"category": colours, "ramp": {"scheme": "viridis"}, "heatmap": {"scheme": "viridis"}},
+        "range": {"category": colours, "ramp": viridis, "heatmap": viridis},
         "line": {"strokeWidth": 2, "strokeJoin": "round"},
         "bar": {"color": colours[0]},
         "text": {"color": ink, "fontSize": 11},
@@ -41,8 +42,8 @@ def _config(colours: list[str], ink: str, soft: str, grid: str, paper: str) -> d
 
 
 CONFIGS = {
-    "light": _config(LIGHT, "#1b1f24", "#57606a", "#e4e7eb", "#ffffff"),
-    "dark": _config(DARK, "#e8eaed", "#9aa4af", "#31373f", "#1b1f24"),
+    "light": _config(LIGHT, "#1b1f24", "#57606a", "#e4e7eb", "#ffffff", [0.05, 0.88]),
+    "dark": _config(DARK, "#e8eaed", "#9aa4af", "#31373f", "#1b1f24", [0.3, 1.0]),
 }
 
 CSS = """

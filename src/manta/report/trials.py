@@ -215,9 +215,7 @@ def _parallel_chart(
     # From the worst but for a tenth to the best: a few that diverged do not make all others look alike.
     ends = [values[0], values[max(math.ceil(len(values) * 0.9) - 1, 1)]]
     colour = alt.Color(
-        "value:Q", title=metric,
-        scale=alt.Scale(domain=ends[::-1], scheme=alt.SchemeParams(name="viridis", extent=[0.12, 0.88]), clamp=True),
-        legend=alt.Legend(type="gradient", orient="bottom", gradientLength=240, gradientThickness=8, tickCount=4),
+        "value:Q", scale=alt.Scale(type="linear", domain=ends[::-1], range="ramp", clamp=True, nice=False), legend=None
     )  # fmt: skip
     base = alt.Chart(rows(lines)).encode(x=x, y=y, detail="trial:N", order="i:Q", color=colour)
     tips = ["trial:N", alt.Tooltip("value:Q", title=metric, format=".5~g"), alt.Tooltip("name:N", title="setting"), "text:N"]
