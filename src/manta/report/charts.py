@@ -1,5 +1,6 @@
 """Charts that several pages share: curves, and what is drawn over them."""
 
+import math
 from typing import Any
 
 import altair as alt
@@ -7,6 +8,7 @@ import altair as alt
 from manta.report.history import Point
 
 ORDERED = 200.0  # a range of positive values with a larger ratio is drawn on a logarithmic axis
+MOST_GUIDES = 12
 FEW = 4  # as many series are told apart by dashes, too
 DASHES = [[1, 0], [6, 3], [2, 2], [8, 3, 2, 3]]
 
@@ -23,18 +25,28 @@ def axis_scale(values: list[float | None]) -> alt.Scale:
     return alt.Scale(type="log", nice=False) if wide else alt.Scale(zero=False, nice=True, padding=6)
 
 
-def x_axis(title: str, field: str = "x") -> alt.X:
-    """Steps or epochs."""
-    return alt.X(f"{field}:Q", title=title, scale=alt.Scale(zero=False, nice=False, padding=8), axis=alt.Axis(tickCount=8))
+def x_axis(title: str, field: str = "x", zero: bool = False) -> alt.X:
+    """Steps, epochs or minutes."""
+    return alt.X(
+        f"{field}:Q", title=title, scale=alt.Scale(zero=zero, nice=False, padding=8), axis=alt.Axis(tickCount=8)
+    )
 
 
 def y_axis(title: str, values: list[float | None], field: str = "y") -> alt.Y:
     scale = axis_scale(values)
-    log = scale.to_dict().get("type") == "log"
-    return alt.Y(
-        f"{field}:Q", title=f"{title} (logarithmic)" if log else title, scale=scale,
-        axis=alt.Axis(tickCount=6, format="~g") if log else alt.Axis(tickCount=6),
-    )  # fmt: skip
+    if scale.to_dict().get("type") != "log":
+        return alt.Y(f"{field}:Q", title=title, scale=scale, axis=alt.Axis(tickCount=6))
+    known = [value for value in values if value is not None]
+    axis = alt.Axis(values=decades(min(known), max(known)), format="~g")
+    return alt.Y(f"{field}:Q", title=f"{title} (logarithmic)", scale=scale, axis=axis)
+
+
+def decades(low: float, high: float) -> list[float]:
+    """Marks of a logarithmic axis: powers of ten, and if these are few, three times them."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    steps = (1,) if len(powers) > 4 else (1, 3)
+    found = [float(f"{step}e{power}") for power in powers for step in steps]
+    return [value for value in found if low <= value <= high] or [low, high]
 
 
 def curves(
@@ -64,15 +76,25 @@ def curves(
         dash = alt.StrokeDash("s:N", title=None, scale=alt.Scale(domain=names, range=DASHES[: len(names)]))
         line = line.encode(strokeDash=dash)
     sparse = [name for name, found in series.items() if len(found) <= 60]
-    layers = [line, base.mark_point(filled=True, size=34, opacity=1).transform_filter(alt.FieldOneOfPredicate("s", sparse))]
+    layers = [
+        line,
+        base.mark_point(filled=True, size=34, opacity=1).transform_filter(alt.FieldOneOfPredicate("s", sparse)),
+    ]
     layers.append(base.mark_point(size=160, opacity=0, filled=True))  # what the pointer finds
-    rules = [{"x": best, "what": "best checkpoint"}] if best is not None else []
-    if rules or takeovers:
-        marks = alt.Chart(rows([*rules, *(takeovers or [])])).encode(x="x:Q", tooltip=alt.Tooltip("what:N", title=" "))
-        layers.append(marks.mark_rule(style="guide", strokeDash=[4, 3], strokeWidth=1.2))
-        labels = marks.encode(text="what:N", y=alt.value(2))
-        layers.append(labels.mark_text(style="soft", align="right", baseline="top", dx=-5))
-    return alt.layer(*layers)
+    rules = [*([{"x": best, "what": "best checkpoint"}] if best is not None else []), *(takeovers or [])]
+    return alt.layer(*layers, *guides(rules, max((point["x"] for point in points), default=0)))
+
+
+def guides(rules: list[dict[str, Any]], end: float) -> list[Any]:
+    """Vertical lines with words beside them, towards the middle of the chart."""
+    layers = []
+    for index, rule in enumerate(rules[:MOST_GUIDES]):
+        mark = alt.Chart(rows([rule])).encode(x="x:Q", tooltip=alt.Tooltip("what:N", title=" "))
+        layers.append(mark.mark_rule(style="guide", strokeDash=[4, 3], strokeWidth=1.2))
+        side: Any = {"align": "right", "dx": -5} if rule["x"] > end / 2 else {"align": "left", "dx": 5}
+        words = mark.encode(text="what:N", y=alt.value(2 + 14 * (index % 4)))
+        layers.append(words.mark_text(style="soft", baseline="top", **side))
+    return layers
 
 
 def bars(found: dict[str, float], title: str) -> Any:

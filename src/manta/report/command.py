@@ -95,7 +95,9 @@ def _compare(arguments: Arguments) -> Rows:
         found = [runs.find(spec, root, key="runs") for spec in specs]
     found = [best_of(run, key="runs") if is_search(run) else run for run in dict.fromkeys(found)]
     if len(found) < 2:
-        raise MantaError(f"A comparison needs two different runs or more; given: {', '.join(map(str, found)) or 'none'}.")
+        raise MantaError(
+            f"A comparison needs two different runs or more; given: {', '.join(map(str, found)) or 'none'}."
+        )
     folder = Path(absolute(arguments.output or os.path.join(root, time.strftime("comparison-%Y-%m-%d-%H-%M-%S"))))
     page = _write(comparison_page([read_run(run) for run in found], folder), folder)
     return [("runs", str(len(found))), *_where(page)]

@@ -11,15 +11,26 @@ from typing import Any
 
 import altair as alt
 
-
 from manta.report.charts import DASHES, FEW, rows, x_axis, y_axis
 from manta.report.history import Point, Run, curve, flat
-from manta.report.page import Figure, Page, cards, command_line, paragraph, table
+from manta.report.page import ABSENT, Figure, Page, cards, command_line, paragraph, table
 from manta.report.search import mean_and_sd
 from manta.view import brief, number
 
 # Where a run is, what it is called and what it was asked for: no difference between experiments.
-NO_DIFFERENCE = ("seed", "name", "tags", "group", "storage", "resume", "plan", "traceback", "tracking", "schema_version", "search")
+NO_DIFFERENCE = (
+    "seed",
+    "name",
+    "tags",
+    "group",
+    "storage",
+    "resume",
+    "plan",
+    "traceback",
+    "tracking",
+    "schema_version",
+    "search",
+)
 MOST_GROUPS, MOST_RUNS = 14, 120  # that are drawn
 LONGEST_LABEL = 60
 
@@ -41,7 +52,7 @@ def comparison_page(found: list[Run], folder: Path) -> Page:
     parts: list[str | Figure] = []
     if len(shown) < len(groups):
         parts.append(paragraph(f"Only the first {len(shown)} of {len(groups)} configurations are drawn."))
-    page.add("Curves", *parts, *(_figures(shown) or [paragraph("None of these runs has been validated.")]))
+    page.add("Curves", *parts, *_figures(shown))
     page.add("Results", _results(groups))
     page.add("What differs", _differences(groups, differing))
     page.add("Runs", _runs(groups, folder))
@@ -51,7 +62,8 @@ def comparison_page(found: list[Run], folder: Path) -> Page:
 def _groups(found: list[Run]) -> tuple[list[Group], list[str]]:
     """Groups in the order given, and the settings in which they differ."""
     settings = [
-        {key: value for key, value in flat(run.config).items() if key.split(".")[0] not in NO_DIFFERENCE} for run in found
+        {key: value for key, value in flat(run.config).items() if key.split(".")[0] not in NO_DIFFERENCE}
+        for run in found
     ]
     keys = dict.fromkeys(key for each in settings for key in each)
     differing = [key for key in keys if len({_key(each.get(key, ...)) for each in settings}) > 1]
@@ -130,7 +142,9 @@ def _figures(groups: list[Group]) -> list[Figure]:
         if any(point["y"] is not None for point in [*lines, *single]):
             name = "".join(c if c.isalnum() else "_" for c in key)
             several = any(len(group.runs) > 1 for group in groups)
-            note = "Mean over seeds; the band reaches from the lowest to the highest." if several and key == first else ""
+            note = (
+                "Mean over seeds; the band reaches from the lowest to the highest." if several and key == first else ""
+            )
             chart = _overlay_chart(lines, bands, single, [group.label for group in groups], x, key)
             figures.append(Figure(name, key, chart, note, wide=key == first, height=340 if key == first else 280))
     return figures
@@ -152,7 +166,9 @@ def _overlay(groups: list[Group], key: str, x: str) -> tuple[list[Point], list[P
             count += 1
             if count <= MOST_RUNS:
                 name = f"{group.label} {run.dir.path.name}"
-                single += [{**point, "s": group.label, "g": f"{name} {point['g']}", "run": run.name} for point in points]
+                single += [
+                    {**point, "s": group.label, "g": f"{name} {point['g']}", "run": run.name} for point in points
+                ]
         # A mean is of all runs that got as far; where one has ended the mean would jump for that reason alone.
         full = [(x_, values) for x_, values in sorted(at.items()) if len(values) == len(group.runs)]
         means += [{"x": x_, "y": statistics.fmean(values), "s": group.label, "n": len(values)} for x_, values in full]
@@ -164,7 +180,9 @@ def _overlay(groups: list[Group], key: str, x: str) -> tuple[list[Point], list[P
 def _overlay_chart(
     means: list[Point], bands: list[Point], single: list[Point], names: list[str], x: str, key: str
 ) -> Any:  # fmt: skip
-    colour = alt.Color("s:N", title=None, scale=alt.Scale(domain=names), sort=names, legend=alt.Legend(columns=2, symbolOpacity=1))
+    colour = alt.Color(
+        "s:N", title=None, scale=alt.Scale(domain=names), sort=names, legend=alt.Legend(columns=2, symbolOpacity=1)
+    )
     x_, y_ = x_axis(x), y_axis(key, [point["y"] for point in [*means, *single]])
     tips = [alt.Tooltip("s:N", title="configuration"), alt.Tooltip("y:Q", title=f"mean {key}", format=".5~g"),
             alt.Tooltip("x:Q", title=x), alt.Tooltip("n:Q", title="runs")]  # fmt: skip
@@ -177,8 +195,12 @@ def _overlay_chart(
     strong = line.mark_line(strokeWidth=2.6)
     if 1 < len(names) <= FEW:
         scale = alt.Scale(domain=names, range=DASHES[: len(names)])
-        strong = strong.encode(strokeDash=alt.StrokeDash("s:N", title=None, scale=scale, legend=alt.Legend(columns=2, symbolOpacity=1)))
-    layers = [band, thin.mark_line(strokeWidth=1, opacity=0.35), strong]
+        strong = strong.encode(
+            strokeDash=alt.StrokeDash("s:N", title=None, scale=scale, legend=alt.Legend(columns=2, symbolOpacity=1))
+        )
+    layers = [band] if bands else []
+    layers += [thin.mark_line(strokeWidth=1, opacity=0.35)] if single else []
+    layers.append(strong)
     if len(means) <= 60 * len(names):
         layers.append(line.mark_point(filled=True, size=34, opacity=1))
     return alt.layer(*layers, line.mark_point(filled=True, size=160, opacity=0))
@@ -210,7 +232,7 @@ def _differences(groups: list[Group], differing: list[str]) -> str:
     if not differing:
         return paragraph("Nothing but the seed.")
     lines = [
-        [key, *(_short(group.settings[key]) if key in group.settings else "–" for group in groups)]  # noqa: RUF001
+        [key, *(_short(group.settings[key]) if key in group.settings else ABSENT for group in groups)]
         for key in differing
     ]
     return table(["setting", *(group.label.partition(":")[0] for group in groups)], lines)

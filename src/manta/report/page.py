@@ -12,6 +12,7 @@ from typing import Any
 
 from manta.report.style import CONFIGS, CSS, SCRIPT
 
+ABSENT = "\N{EN DASH}"  # where a setting does not apply
 PNG_WIDTH = {False: 560, True: 1000}
 
 
@@ -27,9 +28,6 @@ class Figure:
     note: str = ""
     wide: bool = False
     height: int = 280
-
-
-Part = "str | Figure"
 
 
 @dataclass
@@ -55,7 +53,7 @@ class Page:
         """report.html, in one step, and report/*.png; the path of the page."""
         pictures = folder / "report"
         pictures.mkdir(parents=True, exist_ok=True)
-        specs = {figure.name: figure.chart.to_dict() for figure in self.figures()}
+        specs = {figure.name: shared(figure.chart.to_dict()) for figure in self.figures()}
         for figure in self.figures():
             (pictures / f"{figure.name}.png").write_bytes(_png(figure, specs[figure.name]))
         for old in pictures.glob("*.png"):
@@ -101,26 +99,51 @@ class Page:
 """
 
 
+def shared(spec: dict[str, Any]) -> dict[str, Any]:
+    """A chart whose layers name their data instead of each having a copy."""
+    names: dict[str, str] = {}
+    datasets: dict[str, Any] = {}
+
+    def named(part: Any) -> Any:
+        if isinstance(part, list):
+            return [named(item) for item in part]
+        if not isinstance(part, dict):
+            return part
+        found = {key: named(value) for key, value in part.items() if key != "data"}
+        if "data" in part:
+            values = part["data"]["values"]
+            name = names.setdefault(json.dumps(values), f"data-{len(names)}")
+            datasets[name], found["data"] = values, {"name": name}
+        return found
+
+    return {**named(spec), "datasets": datasets}
+
+
 def _png(figure: Figure, spec: dict[str, Any]) -> bytes:
-    import altair
     import vl_convert
 
     title = {"text": figure.title, "anchor": "start", "offset": 12}
     sized = {**spec, "width": PNG_WIDTH[figure.wide], "height": figure.height, "title": title}
-    version = altair.SCHEMA_VERSION.rsplit(".", 1)[0]
     return bytes(
         vl_convert.vegalite_to_png(
-            sized, vl_version=version, scale=2, config={**CONFIGS["light"], "background": "white", "padding": 16}
+            sized, vl_version=_version(), scale=2, config={**CONFIGS["light"], "background": "white", "padding": 16}
         )
     )
 
 
-def _library() -> str:
+def _version() -> str:
+    """Vega-Lite's, as Altair writes it: v6.4."""
     import altair
+
+    return altair.SCHEMA_VERSION.rsplit(".", 1)[0]
+
+
+def _library() -> str:
+    """The JavaScript that draws the charts."""
     import vl_convert
 
-    code = vl_convert.javascript_bundle(vl_version=altair.SCHEMA_VERSION.rsplit(".", 1)[0])
-    return str(code).replace("</script", "<\\/script")
+    code = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", _version())
+    return str(code).replace("</script", r"<\/script")
 
 
 def _json(value: Any) -> str:

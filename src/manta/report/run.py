@@ -20,7 +20,7 @@ def run_page(run: Run) -> Page:
     page = Page(f"Run {run.name}", head(run, _numbers(run)))
     if run.status.get("error"):
         page.add("Why it failed", paragraph(str(run.status["error"]), "error"))
-    page.add("Curves", *(_curves(run) or [paragraph("Nothing has been reported yet.")]))
+    page.add("Curves", *_curves(run), None if run.lines else paragraph("Nothing has been reported yet."))
     page.add("Validation samples, by the best checkpoint", *_examples(run))
     page.add("Numbers", _metrics(run))
     page.add("How it was made", *made(run))
@@ -86,7 +86,9 @@ def _numbers(run: Run) -> list[tuple[str, str, str]]:
 def _curves(run: Run) -> list[Figure]:
     best = (run.summary.get("best") or {}).get("step")
     takeovers = [
-        {"x": line["step"], "what": f"weights of trial {line['exploit'].get('donor')}"} for line in run.lines if "exploit" in line
+        {"x": line["step"], "what": f"weights of trial {line['exploit'].get('donor')}"}
+        for line in run.lines
+        if "exploit" in line
     ]
     kinds: dict[str, dict[str, Any]] = {}
     for key in run.metrics():
@@ -94,14 +96,21 @@ def _curves(run: Run) -> list[Figure]:
         if key not in ("train/epoch_loss", "train/lr", "samples_per_s"):
             kinds.setdefault(name, {})[f"{split} {name}".strip()] = curve(run.lines, key)
     figures = [
-        _figure(name, f"{name[:1].upper()}{name[1:]}", charts.curves(series, "step", _only(series) or name, best, takeovers), series)
+        _figure(
+            name,
+            f"{name[:1].upper()}{name[1:]}",
+            charts.curves(series, "step", _only(series) or name, best, takeovers),
+            series,
+        )
         for name, series in kinds.items()
         if any(point["y"] is not None for line in series.values() for point in line)
     ]
     rate = {"learning rate": curve(run.lines, "train/lr")}
     if rate["learning rate"]:
         figures.append(_figure("learning_rate", "Learning rate", charts.curves(rate, "step", "learning rate"), rate))
-    speed = {"training": curve([line for line in run.lines if "train/loss" in line], "samples_per_s")}
+    speed = {
+        "training": curve([line for line in run.lines if "train/loss" in line or "exploit" in line], "samples_per_s")
+    }
     if speed["training"]:
         chart = charts.curves(speed, "step", "samples per second")
         figures.append(_figure("throughput", "Training throughput", chart, speed))
@@ -123,7 +132,9 @@ def _metrics(run: Run) -> str | None:
     last, best = run.summary.get("metrics") or {}, (run.summary.get("best") or {}).get("metrics") or {}
     test = run.summary.get("test") or {}
     keys = list(dict.fromkeys([*best, *last, *test]))
-    rows = [[key, number(best.get(key)) if key not in test else number(test[key]), number(last.get(key))] for key in keys]
+    rows = [
+        [key, number(best.get(key)) if key not in test else number(test[key]), number(last.get(key))] for key in keys
+    ]
     return table(["metric", "best checkpoint", "last"], rows) if rows else None
 
 

@@ -13,7 +13,7 @@ from manta.config import Objective
 from manta.errors import MantaError
 from manta.report import charts, trials
 from manta.report.history import Run, command
-from manta.report.page import Figure, Page, details, duration, paragraph, table
+from manta.report.page import ABSENT, Figure, Page, details, duration, paragraph, table
 from manta.report.run import commit, head, made, took
 from manta.runs import read_lines
 from manta.search.domains import parse
@@ -94,7 +94,7 @@ def _best(run: Run, space: Space, records: list[Record]) -> str | None:
     rows = []
     for record in best[:SHOWN]:
         values = space.active(values_of(record))
-        shown = [brief(values[key]) if key in values else "–" for key in keys]  # noqa: RUF001
+        shown = [brief(values[key]) if key in values else ABSENT for key in keys]
         cells = [f"trial {record.number}", number(record.value), (record.best or {}).get("epoch"), record.epochs]
         target = os.path.relpath(trial_dir(run.dir, record.number).path, run.dir.path)
         rows.append([*cells, duration(record.seconds), WORDS.get(record.state, record.state), *shown, target])
@@ -111,7 +111,7 @@ def _refit(run: Run) -> list[str]:
         for split in ("val", "test")
         for key, spread in (refit.get(split) or {}).items()
     ]
-    parts = [table(["metric", "mean ± standard deviation", *seeds], rows)] if rows else []
+    parts: list[str] = [table(["metric", "mean ± standard deviation", *seeds], rows)] if rows else []
     if run.summary.get("repeat_command"):
         parts.append(details("Command that trains the best again", run.summary["repeat_command"]))
     if run.summary.get("best"):
@@ -130,10 +130,14 @@ def _failures(records: list[Record]) -> str | None:
 
 def _progress(run: Run, records: list[Record], events: list[dict[str, Any]]) -> list["str | Figure"]:
     shown, points, ends = trials.curves(records, events, run.metric, run.mode)
-    if not points:
-        return [paragraph("No trial has been validated.")] if records else []
+    if not ends:
+        return [paragraph(f"No trial has a value of {run.metric}.")] if records else []
     gaps = sum(point["y"] is None for point in points)
-    note = f"The best {len(shown):,} of {len(records):,} trials, and every failed one among them. " if len(shown) < len(records) else ""
+    note = (
+        f"The best {len(shown):,} of {len(records):,} trials, and every failed one among them. "
+        if len(shown) < len(records)
+        else ""
+    )
     note += f"{gaps:,} values were NaN or infinite: curves have gaps. " if gaps else ""
     parts: list[str | Figure] = [
         Figure("trials", f"{run.metric} of all trials", trials.curves_chart(points, ends, run.metric),
@@ -160,13 +164,17 @@ def _settings(run: Run, space: Space, records: list[Record]) -> list["str | Figu
                         height=max(46 * len(share) + 50, 120))  # fmt: skip
         parts.append(figure)
     elif any(record.value is not None for record in records):
-        parts.append(paragraph("What mattered cannot be told: there are too few trials, or their results look like chance."))
+        parts.append(
+            paragraph("What mattered cannot be told: there are too few trials, or their results look like chance.")
+        )
     known = ranked(records, run.mode)
     parallel = trials.parallel(space, known, run.metric)
     if parallel:
         note = "One line a trial, from its settings to its result: the lighter the better, the thick one is the best"
         note += f"; the best {trials.MOST_LINES} of {len(known):,}." if len(known) > trials.MOST_LINES else "."
-        note += " A setting that does not apply to a trial is passed at the bottom (–)." if parallel.absent else ""  # noqa: RUF001
+        note += (
+            f" A setting that does not apply to a trial is passed at the bottom ({ABSENT})." if parallel.absent else ""
+        )
         parts.append(Figure("parallel", "Settings and results", parallel.chart, note, wide=True, height=360))
     return parts
 

@@ -10,6 +10,7 @@ import altair as alt
 from manta import runs
 from manta.report.charts import axis_scale, rows, x_axis, y_axis
 from manta.report.history import Point, thin
+from manta.report.page import ABSENT
 from manta.search.record import STOPPED, Record, ranked
 from manta.search.results import setting, settings, values_of
 from manta.search.space import Space
@@ -64,14 +65,23 @@ def curves_chart(points: list[Point], ends: list[Point], metric: str) -> Any:
         "state:N", title=None, scale=alt.Scale(domain=STATES),
         legend=alt.Legend(values=states),
     )  # fmt: skip
-    tips = [alt.Tooltip("trial:Q"), "state:N", alt.Tooltip("x:Q", title="epoch"), alt.Tooltip("y:Q", title=metric, format=".5~g")]
+    tips: list[Any] = [
+        alt.Tooltip("trial:Q"),
+        "state:N",
+        alt.Tooltip("x:Q", title="epoch"),
+        alt.Tooltip("y:Q", title=metric, format=".5~g"),
+    ]
     values = [point["y"] for point in points]
     base = alt.Chart(rows(points)).encode(
         x=x_axis("epoch"), y=y_axis(metric, values), detail="g:N", order="i:Q", tooltip=tips
     )
     thin_lines = base.mark_line(strokeWidth=1.4, opacity=0.6).encode(color=colour)
     best = base.transform_filter("datum.best").mark_line(style="strong")
-    shape = alt.Shape("state:N", title=None, scale=alt.Scale(domain=STATES, range=SHAPES), legend=alt.Legend(values=states))
+    shape = alt.Shape(
+        "state:N", title=None, scale=alt.Scale(domain=STATES, range=SHAPES), legend=alt.Legend(values=states)
+    )
+    if not ends:
+        return alt.layer(thin_lines)
     end = alt.Chart(rows(ends)).encode(x="x:Q", y="y:Q", color=colour, shape=shape, tooltip=tips)
     return alt.layer(thin_lines, best, end.mark_point(filled=True, size=70, opacity=1))
 
@@ -113,10 +123,18 @@ def _steps(points: list[Point]) -> list[Point]:
 
 def best_chart(points: list[Point], x: str, metric: str) -> Any:
     """A staircase; a point where a trial was better than all before."""
-    tips = ["trial:Q", alt.Tooltip("y:Q", title=metric, format=".5~g"), alt.Tooltip("x:Q", title=x, format=".4~g")]
-    base = alt.Chart(rows(points)).encode(x=x_axis(x), y=y_axis(metric, [point["y"] for point in points]), tooltip=tips)
+    tips: list[Any] = [
+        "trial:Q",
+        alt.Tooltip("y:Q", title=metric, format=".5~g"),
+        alt.Tooltip("x:Q", title=x, format=".4~g"),
+    ]
+    base = alt.Chart(rows(points)).encode(
+        x=x_axis(x, zero=True), y=y_axis(metric, [point["y"] for point in points]), tooltip=tips
+    )
     line = base.mark_line(interpolate="step-after", style="accent", strokeWidth=2.5)
-    return alt.layer(line, base.transform_filter("datum.new").mark_point(filled=True, size=60, opacity=1, style="accent"))
+    return alt.layer(
+        line, base.transform_filter("datum.new").mark_point(filled=True, size=60, opacity=1, style="accent")
+    )
 
 
 # --- settings --------------------------------------------------------------------------------------------------------
@@ -150,18 +168,33 @@ def parallel(space: Space, records: list[Record], metric: str) -> Parallel | Non
         if name == metric:
             places, marks = _numeric([record.value for record in records], log=False)
         else:
-            places, marks = _places(space, name, [each.get(name) if name in each else None for each in values], name, values)
+            places, marks = _places(
+                space, name, [each.get(name) if name in each else None for each in values], name, values
+            )
         ticks += [{"name": name, "y": y, "text": text} for y, text in marks]
-        shown = [record.value if name == metric else each.get(name, "–") for record, each in zip(records, values, strict=True)]  # noqa: RUF001
+        shown = [
+            record.value if name == metric else each.get(name, ABSENT)
+            for record, each in zip(records, values, strict=True)
+        ]
         lines += [
-            {"name": name, "y": y, "trial": r.number, "value": r.value, "text": _text(what), "best": i == 0, "i": names.index(name)}
+            {
+                "name": name,
+                "y": y,
+                "trial": r.number,
+                "value": r.value,
+                "text": _text(what),
+                "best": i == 0,
+                "i": names.index(name),
+            }
             for i, (r, y, what) in enumerate(zip(records, places, shown, strict=True))
         ]
     absent = any(line["y"] == ABSENT_Y for line in lines)
     if absent:
         there = dict.fromkeys(line["name"] for line in lines if line["y"] == ABSENT_Y)
-        ticks += [{"name": name, "y": ABSENT_Y, "text": "–"} for name in there]  # noqa: RUF001
-    return Parallel(_parallel_chart(lines[::-1], ticks, names, metric, [float(r.value or 0.0) for r in records]), absent)
+        ticks += [{"name": name, "y": ABSENT_Y, "text": ABSENT} for name in there]
+    return Parallel(
+        _parallel_chart(lines[::-1], ticks, names, metric, [float(r.value or 0.0) for r in records]), absent
+    )
 
 
 def _text(value: Any) -> str:
@@ -218,7 +251,12 @@ def _parallel_chart(
         "value:Q", scale=alt.Scale(type="linear", domain=ends[::-1], range="ramp", clamp=True, nice=False), legend=None
     )  # fmt: skip
     base = alt.Chart(rows(lines)).encode(x=x, y=y, detail="trial:N", order="i:Q", color=colour)
-    tips = ["trial:N", alt.Tooltip("value:Q", title=metric, format=".5~g"), alt.Tooltip("name:N", title="setting"), "text:N"]
+    tips: list[Any] = [
+        "trial:N",
+        alt.Tooltip("value:Q", title=metric, format=".5~g"),
+        alt.Tooltip("name:N", title="setting"),
+        "text:N",
+    ]
     marks = alt.Chart(rows(ticks)).encode(x=x, y=y)
     axes = alt.Chart(rows([{"name": name} for name in names])).encode(x=x).mark_rule(style="faint", strokeWidth=1.5)
     return alt.layer(
@@ -252,7 +290,13 @@ def spans(records: list[Record], events: list[dict[str, Any]]) -> list[dict[str,
         if last is not None and began - last["to"] * 60 <= JOINED_S:
             last["to"], last["epoch"] = end / 60, event["epoch"]
             continue
-        span = {"trial": trial, "from": began / 60, "to": end / 60, "state": records[trial].state, "epoch": event["epoch"]}
+        span = {
+            "trial": trial,
+            "from": began / 60,
+            "to": end / 60,
+            "state": records[trial].state,
+            "epoch": event["epoch"],
+        }
         open_[trial] = span
         found.append(span)
     return found[:MOST_SPANS]
@@ -267,13 +311,17 @@ def timeline_chart(found: list[dict[str, Any]]) -> Any:
         legend=alt.Legend(values=states, symbolType="square", symbolStrokeWidth=0, symbolSize=90),
     )  # fmt: skip
     numbers = [span["trial"] for span in data]
-    tips = ["trial:Q", "state:N", alt.Tooltip("from:Q", title="from (min)", format=".2f"),
+    tips: list[Any] = ["trial:Q", "state:N", alt.Tooltip("from:Q", title="from (min)", format=".2f"),
             alt.Tooltip("to:Q", title="to (min)", format=".2f"), alt.Tooltip("epoch:Q", title="last epoch")]  # fmt: skip
     scale = alt.Scale(domain=[min(numbers) - 0.6, max(numbers) + 0.6], reverse=True, nice=False, zero=False)
     axis = alt.Axis(tickMinStep=1, format="d", grid=False)
-    base = alt.Chart(rows(data)).encode(color=colour, tooltip=tips, x=x_axis("minutes since the start", "from"))
+    base = alt.Chart(rows(data)).encode(
+        color=colour, tooltip=tips, x=x_axis("minutes since the start", "from", zero=True)
+    )
     bar = base.mark_rect(cornerRadius=2, opacity=0.9).encode(
         x2="to:Q", y=alt.Y("low:Q", title="trial", scale=scale, axis=axis), y2="high:Q"
     )
+    if not any("end" in span for span in found):
+        return alt.layer(bar)
     failed = base.transform_filter("datum.end").mark_point(shape="cross", filled=True, size=70, opacity=1, angle=45)
     return alt.layer(bar, failed.encode(y=alt.Y("trial:Q", scale=scale)))
