@@ -80,7 +80,7 @@ def curves(
         line,
         base.mark_point(filled=True, size=34, opacity=1).transform_filter(alt.FieldOneOfPredicate("s", sparse)),
     ]
-    layers.append(base.mark_point(size=160, opacity=0, filled=True))  # what the pointer finds
+    layers.append(base.mark_point(size=160, opacity=1, fillOpacity=0, filled=True))  # what the pointer finds
     rules = [*([{"x": best, "what": "best checkpoint"}] if best is not None else []), *(takeovers or [])]
     return alt.layer(*layers, *guides(rules, max((point["x"] for point in points), default=0)))
 

@@ -186,7 +186,9 @@ def _overlay_chart(
     x_, y_ = x_axis(x), y_axis(key, [point["y"] for point in [*means, *single]])
     tips = [alt.Tooltip("s:N", title="configuration"), alt.Tooltip("y:Q", title=f"mean {key}", format=".5~g"),
             alt.Tooltip("x:Q", title=x), alt.Tooltip("n:Q", title="runs")]  # fmt: skip
-    band = alt.Chart(rows(bands)).encode(x=x_, y=y_, y2="high:Q", color=colour, detail="s:N").mark_area(opacity=0.18)
+    band = (
+        alt.Chart(rows(bands)).encode(x=x_, y=y_, y2="high:Q", color=colour, detail="s:N").mark_area(fillOpacity=0.18)
+    )
     thin = alt.Chart(rows(single)).encode(
         x=x_, y=y_, color=colour, detail="g:N", order="i:Q",
         tooltip=["run:N", alt.Tooltip("y:Q", title=key, format=".5~g"), alt.Tooltip("x:Q", title=x)],
@@ -199,11 +201,11 @@ def _overlay_chart(
             strokeDash=alt.StrokeDash("s:N", title=None, scale=scale, legend=alt.Legend(columns=2, symbolOpacity=1))
         )
     layers = [band] if bands else []
-    layers += [thin.mark_line(strokeWidth=1, opacity=0.35)] if single else []
+    layers += [thin.mark_line(strokeWidth=1, strokeOpacity=0.35)] if single else []
     layers.append(strong)
     if len(means) <= 60 * len(names):
         layers.append(line.mark_point(filled=True, size=34, opacity=1))
-    return alt.layer(*layers, line.mark_point(filled=True, size=160, opacity=0))
+    return alt.layer(*layers, line.mark_point(filled=True, size=160, opacity=1, fillOpacity=0))
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------

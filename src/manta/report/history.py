@@ -85,11 +85,12 @@ def read_run(run: RunDir) -> Run:
     path = run.path / "config.yaml"
     try:
         config = yaml.load(path.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        if not isinstance(config, dict) or "metric" not in config.get("objective", {}):
+        objective = config.get("objective") if isinstance(config, dict) else None
+        if not isinstance(objective, dict) or not {"metric", "mode"} <= set(objective):
             raise ValueError("it has no objective")
         lines = read_lines(run.metrics)
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise MantaError(f"{run} cannot be read: {error}") from error
+        raise MantaError(f"{run} cannot be read: {' '.join(str(error).split())}") from error
     provenance = run.read("provenance.json")
     return Run(run, config, run.read("status.json"), run.read("summary.json"), provenance, lines)
 

@@ -53,7 +53,7 @@ class Page:
         """report.html, in one step, and report/*.png; the path of the page."""
         pictures = folder / "report"
         pictures.mkdir(parents=True, exist_ok=True)
-        specs = {figure.name: shared(figure.chart.to_dict()) for figure in self.figures()}
+        specs = {figure.name: shared(figure.chart.to_dict(validate=False)) for figure in self.figures()}
         for figure in self.figures():
             (pictures / f"{figure.name}.png").write_bytes(_png(figure, specs[figure.name]))
         for old in pictures.glob("*.png"):

@@ -55,7 +55,7 @@ def _space(run: Run) -> Space:
         content = yaml.load(path.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         return Space({key: parse(text) for key, text in content["domains"].items()}, {})
     except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError, MantaError) as error:
-        raise MantaError(f"{path} cannot be read: {error}") from error
+        raise MantaError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
 
 
 def _events(run: Run) -> list[dict[str, Any]]:

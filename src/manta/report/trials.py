@@ -75,7 +75,7 @@ def curves_chart(points: list[Point], ends: list[Point], metric: str) -> Any:
     base = alt.Chart(rows(points)).encode(
         x=x_axis("epoch"), y=y_axis(metric, values), detail="g:N", order="i:Q", tooltip=tips
     )
-    thin_lines = base.mark_line(strokeWidth=1.4, opacity=0.6).encode(color=colour)
+    thin_lines = base.mark_line(strokeWidth=1.4, strokeOpacity=0.6).encode(color=colour)
     best = base.transform_filter("datum.best").mark_line(style="strong")
     shape = alt.Shape(
         "state:N", title=None, scale=alt.Scale(domain=STATES, range=SHAPES), legend=alt.Legend(values=states)
@@ -261,9 +261,9 @@ def _parallel_chart(
     axes = alt.Chart(rows([{"name": name} for name in names])).encode(x=x).mark_rule(style="faint", strokeWidth=1.5)
     return alt.layer(
         axes,
-        base.mark_line(opacity=0.75, strokeWidth=1.6),
+        base.mark_line(strokeOpacity=0.75, strokeWidth=1.6),
         base.transform_filter("datum.best").mark_line(strokeWidth=4.5),
-        base.mark_point(filled=True, size=26, opacity=0.9).encode(tooltip=tips),
+        base.mark_point(filled=True, size=26, opacity=1, fillOpacity=0.9).encode(tooltip=tips),
         marks.mark_text(align="left", dx=9, style="halo").encode(text="text:N"),
         marks.mark_text(align="left", dx=9).encode(text="text:N"),
     )
@@ -318,7 +318,7 @@ def timeline_chart(found: list[dict[str, Any]]) -> Any:
     base = alt.Chart(rows(data)).encode(
         color=colour, tooltip=tips, x=x_axis("minutes since the start", "from", zero=True)
     )
-    bar = base.mark_rect(cornerRadius=2, opacity=0.9).encode(
+    bar = base.mark_rect(cornerRadius=2, fillOpacity=0.9).encode(
         x2="to:Q", y=alt.Y("low:Q", title="trial", scale=scale, axis=axis), y2="high:Q"
     )
     if not any("end" in span for span in found):
