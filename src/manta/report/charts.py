@@ -27,9 +27,9 @@ def axis_scale(values: list[float | None]) -> alt.Scale:
 
 def x_axis(title: str, field: str = "x", zero: bool = False) -> alt.X:
     """Steps, epochs or minutes."""
-    return alt.X(
-        f"{field}:Q", title=title, scale=alt.Scale(zero=zero, nice=False, padding=8), axis=alt.Axis(tickCount=8)
-    )
+    whole = title in ("step", "epoch")
+    axis = alt.Axis(tickCount=8, tickMinStep=1, format=",d") if whole else alt.Axis(tickCount=8)
+    return alt.X(f"{field}:Q", title=title, scale=alt.Scale(zero=zero, nice=False, padding=8), axis=axis)
 
 
 def y_axis(title: str, values: list[float | None], field: str = "y") -> alt.Y:

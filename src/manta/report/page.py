@@ -13,6 +13,7 @@ from typing import Any
 from manta.report.style import CONFIGS, CSS, SCRIPT
 
 ABSENT = "\N{EN DASH}"  # where a setting does not apply
+SHORT = 30  # cells that are not broken
 PNG_WIDTH = {False: 560, True: 1000}
 
 
@@ -28,6 +29,8 @@ class Figure:
     note: str = ""
     wide: bool = False
     height: int = 280
+    least: int = 0
+    """Width in pixels below which it is scrolled instead of squeezed."""
 
 
 @dataclass
@@ -163,7 +166,8 @@ def _part(part: "str | Figure") -> str:
     return f"""
 <figure class="card{" wide" if part.wide else ""}">
 <figcaption><h3>{escape(part.title)}</h3><a href="report/{name}.png">PNG</a>{note}</figcaption>
-<div class="plot" id="{name}" role="img" aria-label="{escape(part.title, quote=True)}" style="min-height:{part.height}px"></div>
+<div class="scroll"><div class="plot" id="{name}" role="img" aria-label="{escape(part.title, quote=True)}"
+ style="min-height:{part.height}px;min-width:{part.least}px"></div></div>
 </figure>
 """
 
@@ -202,9 +206,14 @@ def table(head: list[str], rows: list[list[Any]], wide: bool = True, title: str 
     lines = []
     for row in rows:
         cells = [escape(str(cell)) for cell in (row[:-1] if links else row)]
+        short = [len(cell) < SHORT for cell in cells]
         if links:
             cells[0] = f"<a href='{escape(str(row[-1]), quote=True)}'>{cells[0]}</a>"
-        lines.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+        lines.append(
+            "<tr>"
+            + "".join(f"<td{' class=short' * whole}>{cell}</td>" for cell, whole in zip(cells, short, strict=True))
+            + "</tr>"
+        )
     heading = f"<h3>{escape(title)}</h3>" if title else ""
     top = "<tr>" + "".join(f"<th scope='col'>{escape(str(cell))}</th>" for cell in head) + "</tr>" if head else ""
     return (

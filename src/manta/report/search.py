@@ -175,7 +175,9 @@ def _settings(run: Run, space: Space, records: list[Record]) -> list["str | Figu
         note += (
             f" A setting that does not apply to a trial is passed at the bottom ({ABSENT})." if parallel.absent else ""
         )
-        parts.append(Figure("parallel", "Settings and results", parallel.chart, note, wide=True, height=360))
+        parts.append(
+            Figure("parallel", "Settings and results", parallel.chart, note, True, 360, least=120 * parallel.axes)
+        )
     return parts
 
 

@@ -69,9 +69,9 @@ code, pre, .path { font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,'Liber
   background:currentColor; }
 .chip.finished { color:var(--good); } .chip.failed { color:var(--bad); } .chip.interrupted, .chip.stopped { color:var(--warn); }
 .chip.running { color:var(--accent); }
-.numbers { display:grid; grid-template-columns:repeat(auto-fit,minmax(150px,1fr)); gap:1px; background:var(--line);
+.numbers { display:grid; grid-template-columns:repeat(auto-fit,minmax(160px,1fr)); background:var(--card);
   border:1px solid var(--line); border-radius:10px; overflow:hidden; margin:14px 0; }
-.numbers > div { background:var(--card); padding:14px 16px; min-width:0; }
+.numbers > div { padding:14px 16px; min-width:0; box-shadow:1px 1px 0 0 var(--line); }
 .numbers dt { font-size:12.5px; color:var(--soft); overflow-wrap:anywhere; }
 .numbers dd { margin:2px 0 0; font-size:21px; font-weight:600; font-variant-numeric:tabular-nums; overflow-wrap:anywhere;
   line-height:1.25; }
@@ -93,7 +93,7 @@ figcaption a { font-size:12px; color:var(--soft); }
 table { border-collapse:collapse; width:100%; font-size:13.5px; font-variant-numeric:tabular-nums; }
 th { text-align:left; font-weight:500; color:var(--soft); font-size:12.5px; white-space:nowrap; }
 th, td { padding:6px 14px 6px 0; border-bottom:1px solid var(--line); vertical-align:top; }
-td { overflow-wrap:break-word; max-width:520px; } tr:last-child td { border-bottom:0; }
+td { overflow-wrap:break-word; max-width:520px; } td.short { white-space:nowrap; } tr:last-child td { border-bottom:0; }
 details summary { cursor:pointer; font-size:14px; font-weight:600; } pre { overflow-x:auto; margin:10px 0 0; }
 .pictures { display:grid; grid-template-columns:repeat(auto-fill,minmax(112px,1fr)); gap:14px; margin-top:10px; }
 .pictures figure { margin:0; } .pictures img { width:100%; aspect-ratio:1; object-fit:contain; image-rendering:pixelated;

@@ -145,6 +145,7 @@ class Parallel:
     """Parallel coordinates."""
 
     chart: Any
+    axes: int
     absent: bool
     """Some setting does not apply to some trial."""
 
@@ -241,7 +242,7 @@ def _parallel_chart(
 ) -> Any:  # fmt: skip
     x = alt.X(
         "name:N", sort=names, title=None, scale=alt.Scale(type="point", padding=0.5, domain=names),
-        axis=alt.Axis(orient="top", labelAngle=0, grid=False, domain=False, labelFontSize=12, labelLimit=190, labelPadding=12),
+        axis=alt.Axis(orient="top", labelAngle=0, grid=False, domain=False, labelFontSize=12, labelLimit=max(1100 // len(names) - 20, 90), labelPadding=12),
     )  # fmt: skip
     low = min(lines, key=lambda line: line["y"])["y"]
     y = alt.Y("y:Q", title=None, axis=None, scale=alt.Scale(domain=[min(low, 0.0) - 0.03, 1.03], nice=False))
