@@ -576,6 +576,15 @@ def pages(
     return {name: path / "report.html" for name, path in found.items()}
 
 
+def test_charts_are_valid(pages: dict[str, Path]) -> None:
+    """By the schema of Vega-Lite."""
+    import altair
+
+    for path in pages.values():
+        for name, spec in Page(path.parent).charts.items():
+            assert altair.LayerChart.from_dict(spec), name
+
+
 @pytest.mark.parametrize("mode", ["light", "dark"])
 @pytest.mark.parametrize("name", ["run", "search", "comparison"])
 def test_in_a_browser(browser: Any, pages: dict[str, Path], name: str, mode: str) -> None:

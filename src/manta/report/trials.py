@@ -193,9 +193,8 @@ def parallel(space: Space, records: list[Record], metric: str) -> Parallel | Non
     if absent:
         there = dict.fromkeys(line["name"] for line in lines if line["y"] == ABSENT_Y)
         ticks += [{"name": name, "y": ABSENT_Y, "text": ABSENT} for name in there]
-    return Parallel(
-        _parallel_chart(lines[::-1], ticks, names, metric, [float(r.value or 0.0) for r in records]), absent
-    )
+    chart = _parallel_chart(lines[::-1], ticks, names, [float(record.value or 0.0) for record in records], metric)
+    return Parallel(chart, len(names), absent)
 
 
 def _text(value: Any) -> str:
@@ -238,7 +237,7 @@ def _numeric(column: list[float | None], log: bool) -> tuple[list[float], list[t
 
 
 def _parallel_chart(
-    lines: list[dict[str, Any]], ticks: list[dict[str, Any]], names: list[str], metric: str, values: list[float]
+    lines: list[dict[str, Any]], ticks: list[dict[str, Any]], names: list[str], values: list[float], metric: str
 ) -> Any:  # fmt: skip
     x = alt.X(
         "name:N", sort=names, title=None, scale=alt.Scale(type="point", padding=0.5, domain=names),
