@@ -28,7 +28,8 @@ def axis_scale(values: list[float | None]) -> alt.Scale:
 def x_axis(title: str, field: str = "x", zero: bool = False) -> alt.X:
     """Steps, epochs or minutes."""
     whole = title in ("step", "epoch")
-    axis = alt.Axis(tickCount=8, tickMinStep=1, format=",d") if whole else alt.Axis(tickCount=8)
+    expression = "datum.value % 1 ? '' : format(datum.value, ',d')"  # of a short axis Vega also marks halves
+    axis = alt.Axis(tickCount=8, labelExpr=expression) if whole else alt.Axis(tickCount=8)
     return alt.X(f"{field}:Q", title=title, scale=alt.Scale(zero=zero, nice=False, padding=8), axis=axis)
 
 

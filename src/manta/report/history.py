@@ -45,12 +45,11 @@ class Run:
 
     @property
     def state(self) -> str:
-        """As recorded; a run whose process was killed is interrupted."""
+        """As recorded; a search writes its page before it says that it has ended."""
         state = str(self.status.get("state"))
         if state != runs.RUNNING:
             return state
-        told = self.summary.get("state", runs.RUNNING)  # a search writes its report before it says that it has ended
-        return str(told)
+        return str(self.summary.get("state", runs.RUNNING))
 
     @property
     def commands(self) -> list[str]:
