@@ -270,7 +270,8 @@ def test_without_the_data_the_rest_is_there(run: RunDir, tmp_path: Path) -> None
     other = copy(run, tmp_path / "moved", data={**config, "dataset": {"_target_": "manta.data.vision.mnist", "root": str(tmp_path),
                  "download": True}})  # fmt: skip
     found = page_of(other)
-    assert "There are no predictions here: " in found.text
+    assert "There are no predictions here: MNIST cannot be read" in found.text
+    assert "data.download=false" in found.text
     assert "loss" in found.charts
     assert "confusion" not in found.charts
     assert not list(tmp_path.glob("MNIST*"))

@@ -105,7 +105,13 @@ def _head(found: list[Run], groups: list[Group]) -> str:
     numbers = [("best configuration", best[1].label if best else "-", "by the mean over its seeds")]
     if best:
         aim = "highest" if mode == "max" else "lowest"
-        numbers.append((f"{metric}, {aim}", mean_and_sd(_best(best[1], metric)), f"{len(best[1].runs)} run{'s' * (len(best[1].runs) > 1)}"))
+        numbers.append(
+            (
+                f"{metric}, {aim}",
+                mean_and_sd(_best(best[1], metric)),
+                f"{len(best[1].runs)} run{'s' * (len(best[1].runs) > 1)}",
+            )
+        )
     numbers += [("configurations", str(len(groups)), ""), ("runs", str(len(found)), _states(found))]
     commits = list(dict.fromkeys(str((run.provenance.get("git") or {}).get("commit") or "-")[:8] for run in found))
     numbers.append(("commit", commits[0] if len(commits) == 1 else f"{len(commits)} different", ""))

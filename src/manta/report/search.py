@@ -40,7 +40,8 @@ def search_page(run: Run) -> Page:
     page.add("How it went", *_progress(run, records, events))
     page.add("What mattered", *_settings(run, space, records))
     page.add("Best trials", _best(run, space, records))
-    page.add("The best, trained anew", *_refit(run))
+    trained = bool((run.summary.get("refit") or {}).get("seeds"))
+    page.add("The best, trained anew" if trained else "The best", *_refit(run))
     page.add("Failures", _failures(records))
     page.add("When trials ran", *_timeline(records, events))
     domains = [[key, str(domain)] for key, domain in space.domains.items()]
@@ -139,9 +140,11 @@ def _progress(run: Run, records: list[Record], events: list[dict[str, Any]]) -> 
         else ""
     )
     note += f"{gaps:,} values were NaN or infinite: curves have gaps. " if gaps else ""
+    note += "The thick line is the best trial."
+    note += " Curves break where weights of another trial were taken over." if any(r.exploits for r in shown) else ""
     parts: list[str | Figure] = [
         Figure("trials", f"{run.metric} of all trials", trials.curves_chart(points, ends, run.metric),
-               f"{note}The thick line is the best trial.", wide=True, height=340)
+               note, wide=True, height=340)
     ]  # fmt: skip
     by_time, by_epochs = trials.best_so_far(events, run.metric, run.mode)
     if by_time:
@@ -161,7 +164,7 @@ def _settings(run: Run, space: Space, records: list[Record]) -> list["str | Figu
     if share:
         figure = Figure("importance", "Importance of each setting", charts.bars(share, "share of what could be explained"),
                         "How much worse a forest predicts held-out trials when the setting is shuffled.",
-                        height=max(46 * len(share) + 50, 120))  # fmt: skip
+                        wide=True, height=max(36 * len(share) + 50, 120))  # fmt: skip
         parts.append(figure)
     elif any(record.value is not None for record in records):
         parts.append(
