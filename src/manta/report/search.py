@@ -4,6 +4,7 @@ import os
 import statistics
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import yaml
@@ -31,6 +32,8 @@ def search_page(run: Run) -> Page:
     """All that is known of a search."""
     space, events = _space(run), _events(run)
     records = records_of(run.dir, Objective(run.metric, run.mode))
+    if run.state != runs.RUNNING:
+        records = [replace(each, state=runs.INTERRUPTED) if each.state == runs.RUNNING else each for each in records]
     last = max((event.get("time") or 0.0 for event in events), default=0.0) or None
     page = Page(f"Search {run.name}", head(run, _numbers(run, records, last)))
     if run.status.get("error"):
@@ -134,11 +137,11 @@ def _progress(run: Run, records: list[Record], events: list[dict[str, Any]]) -> 
     if not ends:
         return [paragraph(f"No trial has a value of {run.metric}.")] if records else []
     gaps = sum(point["y"] is None for point in points)
-    note = (
-        f"The best {len(shown):,} of {len(records):,} trials, and every failed one among them. "
-        if len(shown) < len(records)
-        else ""
-    )
+    note = ""
+    if len(ranked(records, run.mode)) > trials.MOST_CURVES:
+        note = (
+            f"The best {trials.MOST_CURVES} of {len(records):,} trials, and at most {trials.MOST_FAILED} that failed. "
+        )
     note += f"{gaps:,} values were NaN or infinite: curves have gaps. " if gaps else ""
     note += "The thick line is the best trial."
     note += " Curves break where weights of another trial were taken over." if any(r.exploits for r in shown) else ""
