@@ -5,12 +5,16 @@ import shlex
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from manta import runs
 from manta.config import Storage, absolute
 from manta.errors import FINISHED, MantaError
 from manta.runs import RunDir
 from manta.view import Rows, View, table
+
+if TYPE_CHECKING:
+    from manta.report.page import Page
 
 
 @dataclass
@@ -103,10 +107,7 @@ def _compare(arguments: Arguments) -> Rows:
     return [("runs", str(len(found))), *_where(page)]
 
 
-def _write(page: "object", folder: Path) -> Path:
-    from manta.report.page import Page
-
-    assert isinstance(page, Page)
+def _write(page: "Page", folder: Path) -> Path:
     try:
         return page.write(folder)
     except OSError as error:

@@ -1,6 +1,5 @@
 """The page of one run."""
 
-import os
 from html import escape
 from typing import Any
 
@@ -193,8 +192,3 @@ def _wrong(run: Run, found: list[Example]) -> str:
         f"<div class='card'><h3>{title}</h3><p class='note'>{note}</p><div class='pictures'>{shown}</div>"
         f"<p class='note' style='margin-top:12px'>All of them as a table: <code>{again}</code></p></div>"
     )
-
-
-def link(target: Any, folder: Any) -> str:
-    """A path as a page in `folder` links to it."""
-    return os.path.relpath(target, folder)

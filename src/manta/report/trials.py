@@ -169,9 +169,7 @@ def parallel(space: Space, records: list[Record], metric: str) -> Parallel | Non
         if name == metric:
             places, marks = _numeric([record.value for record in records], log=False)
         else:
-            places, marks = _places(
-                space, name, [each.get(name) if name in each else None for each in values], name, values
-            )
+            places, marks = _places(space, name, values)
         ticks += [{"name": name, "y": y, "text": text} for y, text in marks]
         shown = [
             record.value if name == metric else each.get(name, ABSENT)
@@ -201,20 +199,18 @@ def _text(value: Any) -> str:
     return brief(value) if isinstance(value, int | float | str) else json.dumps(value)
 
 
-def _places(
-    space: Space, name: str, column: list[Any], key: str, values: list[dict[str, Any]]
-) -> tuple[list[float], list[tuple[float, str]]]:
+def _places(space: Space, name: str, values: list[dict[str, Any]]) -> tuple[list[float], list[tuple[float, str]]]:
     """Where each value stands on its axis, from 0 to 1, and the axis's marks."""
     domains = [domain for flat, domain in space.domains.items() if setting(flat) == name]
     listed = [option for domain in domains for option in domain.values or []]
-    present = [value for value, each in zip(column, values, strict=True) if key in each]
+    present = [each[name] for each in values if name in each]
     if not listed and all(isinstance(value, int | float) and not isinstance(value, bool) for value in present):
-        numbers = [float(value) if key in each else None for value, each in zip(column, values, strict=True)]
+        numbers = [float(each[name]) if name in each else None for each in values]
         return _numeric(numbers, any(domain.is_logarithmic for domain in domains))
     options = list(dict.fromkeys(json.dumps(option) for option in [*listed, *present]))
     step = 1 / max(len(options) - 1, 1)
     at = {option: index * step if len(options) > 1 else 0.5 for index, option in enumerate(options)}
-    places = [at[json.dumps(value)] if key in each else ABSENT_Y for value, each in zip(column, values, strict=True)]
+    places = [at[json.dumps(each[name])] if name in each else ABSENT_Y for each in values]
     marks = [(at[option], _text(json.loads(option))) for option in options]
     return places, marks[:: max(len(marks) // 10, 1)]
 
