@@ -24,12 +24,12 @@ def loaded(folder: Path, *arguments: str) -> set[str]:
     "arguments", [("--help",), ("--cfg", "job"), ("--info", "defaults"), ("model=vit", "--cfg", "job", "--resolve")]
 )
 def test_looking_at_the_configuration(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    assert loaded(tmp_path, *arguments).isdisjoint({"torch", "ray", "numpy", "wandb", "mlflow"})
+    assert loaded(tmp_path, *arguments).isdisjoint({"torch", "ray", "numpy", "wandb", "mlflow", "altair"})
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_in_this_process_never_loads_ray(tmp_path: Path) -> None:
     found = loaded(tmp_path, "scaling=in_process", "training.epochs=1")
     assert "torch" in found
-    assert found.isdisjoint({"ray", "wandb", "mlflow", "sklearn", "torchvision", "pandas"})
+    assert found.isdisjoint({"ray", "wandb", "mlflow", "sklearn", "torchvision", "pandas", "altair", "vl_convert"})
     assert (tmp_path / "outputs" / "latest" / "summary.json").is_file()

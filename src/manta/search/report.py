@@ -95,7 +95,9 @@ def result_rows(
     if (search.path / "trials.csv").is_file():
         rows.append(("all trials", f"{search}/trials.csv"))
     if (search.path / "search.md").is_file():
-        rows.append(("report", f"{search}/search.md"))
+        rows.append(("in words", f"{search}/search.md"))
+    if (search.path / "report.html").is_file():
+        rows.append(("report", f"{search}/report.html"))
     if best:
         rows += [("best run", f"{search}/best"), ("evaluate", f"python scripts/evaluate.py run={where}")]
     samples = config.search.num_samples

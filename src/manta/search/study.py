@@ -7,8 +7,9 @@ and scheduler are told everything once more (see `trials.py`). Imports nothing h
 import json
 import math
 import os
+import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from manta.config import Objective
 from manta.runs import FAILED, RUNNING, RunDir, finite, read_lines
@@ -22,9 +23,10 @@ class Study:
 
     Args:
         path: of search.jsonl; what it holds is read, and half a line at its end (a kill in the middle) is dropped.
+        read_only: the file is left as it is: a search may be writing it right now.
     """
 
-    def __init__(self, path: Path, objective: Objective) -> None:
+    def __init__(self, path: Path, objective: Objective, read_only: bool = False) -> None:
         self.objective = objective
         self.records: list[Record] = []
         self.past: list[dict[str, Any]] = read_lines(path)
@@ -33,12 +35,16 @@ class Study:
         """While they are told again nothing is written."""
         for event in self.past:
             self._apply(event)
+        self._file: IO[bytes] | None = None
+        if read_only:
+            return
         whole = path.read_bytes().rpartition(b"\n") if path.is_file() else (b"", b"", b"")
         self._file = open(path, "ab")
         self._file.truncate(len(whole[0]) + len(whole[1]))
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     # --- what happens ------------------------------------------------------------------------------------------------
 
@@ -73,7 +79,8 @@ class Study:
     def _happened(self, event: dict[str, Any], sync: bool = False) -> None:
         if self.silent:
             return
-        self._file.write((json.dumps(event) + "\n").encode())
+        assert self._file is not None, "opened to read only"
+        self._file.write((json.dumps({**event, "time": round(time.time(), 3)}) + "\n").encode())
         self._file.flush()
         if sync:
             os.fsync(self._file.fileno())
@@ -129,6 +136,4 @@ class Study:
 
 def records_of(search: RunDir, objective: Objective) -> list[Record]:
     """The trials of a search, read from its events."""
-    study = Study(search.path / EVENTS, objective)
-    study.close()
-    return study.records
+    return Study(search.path / EVENTS, objective, read_only=True).records

@@ -23,6 +23,7 @@ from manta.cluster import TELL_S
 from manta.config import Config, from_hydra
 from manta.errors import FAILED, FINISHED, INTERRUPTED, MantaError
 from manta.plan import Needs, Node, trials_at_once
+from manta.report.after import report_after
 from manta.resume import load
 from manta.runs import RunDir
 from manta.search import report, results
@@ -145,7 +146,7 @@ class Search:
                     ray.util.remove_placement_group(group)
 
     def _conclude(self, refit: "Refit", state: str) -> None:
-        """What was found, in summary.json and search.md."""
+        """What was found, in summary.json, search.md and report.html."""
         records = self.study.records
         importances = results.importance(self.space, records, self.config.objective)
         found = results.refit_summary(self.run, refit.finished) if refit.finished else {}
@@ -154,6 +155,8 @@ class Search:
             summary["test"] = refit.test
         self.run.write("summary.json", summary)
         report.write_report(self.run, self.config, self.space, records, summary)
+        if records:
+            report_after(self.run, self.view)
 
     def ask_to_stop(self) -> None:
         self.interrupted = True
