@@ -257,6 +257,8 @@ VALUES = [
     # which domains
     Bad("search=grid search.num_samples=8", ("search.num_samples=8", "6 combinations", "search.num_samples=null")),
     Bad("search=grid search/space=default", ("optimizer.lr=loguniform(1e-4, 1e-1)", "grid_search(0.0001, 0.1)", "search/algorithm=random")),
+    Bad("search=random search.num_samples=1 'search.points_to_evaluate=[{data: {batch_size: 32}},{data: {batch_size: 64}}]'",
+        ("search.points_to_evaluate has 2 points", "search.num_samples=1", "Set search.num_samples=2")),
     Bad("search=grid 'search.points_to_evaluate=[{seed: 1}]'", ("search.points_to_evaluate", "Leave it out")),
     Bad("search=grid search/space=none " + MANY, ("125,000 combinations, too many", "search/algorithm=random")),
     Bad("search=random search/space=grid", ("grid_search(32, 128) is for search/algorithm=grid", "'choice(32, 128)'")),

@@ -66,6 +66,12 @@ def number_of_trials(config: Config) -> Iterator[str]:
                 "search.num_samples=null and search.time_budget_s=null: the search would never end. "
                 "Set search.num_samples=20, say, or search.time_budget_s=3600."
             )
+        points = len(search.points_to_evaluate)
+        if search.num_samples is not None and points > search.num_samples:
+            yield (
+                f"search.points_to_evaluate has {points} points, but search.num_samples={search.num_samples}: not all would be "
+                f"tried. Set search.num_samples={points} or more."
+            )
         return
     domains, problems = read(search.space)
     endless = [(key, domain) for key, domain in domains.items() if domain.values is None]
