@@ -1,7 +1,7 @@
 # Everything a fresh machine needs is here: a Python (3.10 to 3.13), make, and one of the commands below.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train test lint types format docs lock setup clean
+.PHONY: help train test drills lint types format docs lock setup clean
 
 ARGS ?=
 PYTHON ?=
@@ -20,6 +20,9 @@ train: $(READY) ## Set up if needed, then train (defaults: digits, mlp, this mac
 
 test: $(READY) ## Set up if needed, then run all tests, two files at a time (ARGS="tests/test_plan.py -x": just those)
 	@exec $(RUN) -m pytest $(or $(ARGS),-n 2 --dist loadfile)
+
+drills: $(READY) ## Set up if needed, then break things on purpose, for minutes
+	@exec $(RUN) -m pytest -m drill $(ARGS)
 
 lint: $(READY) ## Check style and formatting
 	@$(RUN) -m ruff check .

@@ -17,7 +17,12 @@ from manta.training.checkpoint import find_checkpoint, load_checkpoint
 from tests.conftest import Lab, history, make_config, summary
 
 # One trial at a time: one process to start.
-QUICK = ("training.limit_train_batches=8", "search.refit=false", "search.max_concurrent_trials=1")
+QUICK = (
+    "training.limit_train_batches=8",
+    "search.refit=false",
+    "search.max_concurrent_trials=1",
+    "search.report=false",
+)
 SHORT = ("training.epochs=3", "training.test=false", *QUICK)
 TEST_RECIPE = "allowed_targets=[manta,torch,tests]"
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]

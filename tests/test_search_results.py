@@ -232,6 +232,25 @@ def test_a_better_one_replaces_it(search: RunDir, records: list[Record]) -> None
     assert [path.name for path in search.path.glob(".*")] == []
 
 
+def test_a_report_that_comes_while_it_is_published(
+    search: RunDir, records: list[Record], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What best/ says is what its checkpoint is."""
+    before, copy = records[1].best, best_module._copy_checkpoint
+
+    def slow(*given: Any) -> dict[str, Any]:
+        found = copy(*given)
+        records[1].best = {**(before or {}), "step": 999, "value": 0.0}
+        return found
+
+    monkeypatch.setattr(best_module, "_copy_checkpoint", slow)
+    assert publish_best(search, SPACE, records[1])
+    shown = best_of(search).read("summary.json")
+    assert before is not None
+    assert (shown["step"], shown["objective"]["value"]) == (before["step"], before["value"])
+    assert load_checkpoint(best_of(search).path / "checkpoint")[1]["step"] == before["step"]
+
+
 def test_published_once(search: RunDir, records: list[Record]) -> None:
     assert publish_best(search, SPACE, records[1])
     inode = best_of(search).path.stat().st_ino

@@ -26,7 +26,13 @@ from manta.search.trials import History
 from manta.training.checkpoint import load_checkpoint
 from tests.conftest import ROOT, Lab, compose_run, history, make_config, summary, wait_for
 
-SHORT = ("training.epochs=3", "training.limit_train_batches=8", "search.refit=false", "training.test=false")
+SHORT = (
+    "training.epochs=3",
+    "training.limit_train_batches=8",
+    "search.refit=false",
+    "training.test=false",
+    "search.report=false",
+)
 METRIC = "val/accuracy"
 pytestmark = pytest.mark.timeout(900)
 
@@ -46,7 +52,7 @@ def trials(run: RunDir) -> pd.DataFrame:
 @pytest.mark.parametrize(
     ("search", "kills"),
     [
-        (("search=random", "search.num_samples=12"), 5),
+        pytest.param(("search=random", "search.num_samples=12"), 5, marks=pytest.mark.drill),
         (
             (
                 "search=grid",

@@ -2,6 +2,8 @@
 
 import json
 import os
+import secrets
+import shutil
 import signal
 import socket
 import sqlite3
@@ -25,7 +27,7 @@ from manta.tracking import Points, make, place
 from manta.tracking.sync import sync
 from manta.training.checkpoint import load_checkpoint
 from tests import wandb_files
-from tests.conftest import Lab, history, make_config, summary, wait_for
+from tests.conftest import ROOT, Lab, history, make_config, summary, wait_for
 
 SHORT = ("scaling=in_process", "training.limit_train_batches=8", "training.log_every_n_steps=2")
 TRIALS = ("training.limit_train_batches=8", "training.log_every_n_steps=2", "search.refit_seeds=1")
@@ -167,13 +169,12 @@ def check_model(server: Server, run: RunDir) -> None:
 
     from manta.recipes.pytorch import PyTorchRecipe
 
-    mlflow.set_tracking_uri(server.uri)
-    uri = f"runs:/{server.id(run)}/model"
+    found = mlflow.artifacts.download_artifacts(run_id=server.id(run), artifact_path="model", tracking_uri=server.uri)
     model, _ = PyTorchRecipe().export(make_config("model.hidden=[16]"), run.checkpoints / "best")
     inputs = torch.rand(5, 1, 8, 8)
     expected = model(inputs).detach()
-    assert torch.allclose(mlflow.pytorch.load_model(uri)(inputs), expected, atol=1e-6)
-    served = mlflow.pyfunc.load_model(uri)
+    assert torch.allclose(mlflow.pytorch.load_model(found)(inputs), expected, atol=1e-6)
+    served = mlflow.pyfunc.load_model(found)
     assert torch.allclose(torch.as_tensor(served.predict(inputs.numpy())), expected, atol=1e-6)
     assert served.metadata.signature.inputs.to_dict()[0]["tensor-spec"]["shape"] == (-1, 1, 8, 8)
 
@@ -218,8 +219,6 @@ def test_without_trackers_none_is_imported(lab: Lab) -> None:
         "try:\n    runpy.run_path(sys.argv[0] and 'train.py', run_name='__main__')\n"
         "except SystemExit as end:\n    print(end.code, {'wandb', 'mlflow', 'tensorboardX'} & set(sys.modules))\n"
     )
-    from tests.conftest import ROOT
-
     command = [sys.executable, "-c", code, "train.py", f"storage.path={lab.folder}", *SHORT, "training.max_steps=1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
     assert done.stdout.endswith("0 set()\n"), done.stdout + done.stderr
@@ -333,7 +332,7 @@ def test_a_search_and_its_trials(lab: Lab, server: Server) -> None:
 @pytest.mark.usefixtures("ray_cluster")
 def test_bad_trials_end_in_trackers_too(lab: Lab, server: Server) -> None:
     run = lab.run(
-        "search=grid", "search/space=none", "search.space.seed=choice(1,2,4)", *TRIALS, "search.refit=false",
+        "search=grid", "search/space=none", "search.space.seed=choice(1,2,4)", *TRIALS, "search.refit=false", "search.report=false",
         "allowed_targets=[manta,torch,tests]", "recipe._target_=tests.probes.Troubled", "tracking=mlflow",
         f"tracking.mlflow.tracking_uri={server.uri}", "training.epochs=2", "search.max_concurrent_trials=1",
     )  # fmt: skip
@@ -394,7 +393,10 @@ def test_twenty_at_once_in_one_database(lab: Lab) -> None:
     for number in range(20):
         run = RunDir(lab.folder / f"run-{number}")
         run.path.mkdir()
-        run.save_config(make_config("tracking=mlflow", f"storage.path={lab.folder}", "tracking.mlflow.log_model=false"))
+        uri = f"tracking.mlflow.tracking_uri=sqlite:///{lab.folder}/mlflow.db"
+        run.save_config(
+            make_config("tracking=mlflow", uri, f"storage.path={lab.folder}", "tracking.mlflow.log_model=false")
+        )
         lines = [{"step": step, "epoch": 1, "time": step, "train/loss": number + step / 50} for step in range(1, 51)]
         run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
         runs.append(run)
@@ -407,8 +409,9 @@ def test_twenty_at_once_in_one_database(lab: Lab) -> None:
         followers.append(process)
         assert process.stdin is not None
         for run in runs[first : first + 5]:
-            process.stdin.write(json.dumps({"follow": str(run.path), "trackers": ["mlflow"]}) + "\n")
-            process.stdin.write(json.dumps({"end": str(run.path), "state": "finished"}) + "\n")
+            number = runs.index(run)
+            process.stdin.write(json.dumps({"follow": str(run.path), "number": number, "trackers": ["mlflow"]}) + "\n")
+            process.stdin.write(json.dumps({"end": number, "state": "finished"}) + "\n")
         process.stdin.flush()
     for process in followers:
         assert process.stdout is not None
@@ -416,7 +419,7 @@ def test_twenty_at_once_in_one_database(lab: Lab) -> None:
         killer.start()
         ended = 0
         while ended < 5 and (line := process.stdout.readline()):
-            ended += "ended" in json.loads(line)
+            ended += json.loads(line)["what"] == "ended"
         killer.cancel()
         assert ended == 5, (lab.folder / "log-0").read_text()
         process.stdin.close()  # type: ignore[union-attr]
@@ -442,21 +445,25 @@ def test_a_tracker_that_cannot_be_reached_is_said_once(lab: Lab) -> None:
 # --- secrets ----------------------------------------------------------------------------------------------------------
 
 
-def test_keys_are_nowhere(lab: Lab, server: Server) -> None:
-    keys = {
-        "WANDB_API_KEY": "5ecre7" + "ab12" * 9 + "cd",
-        "MLFLOW_TRACKING_TOKEN": "t0ken-that-nobody-sees",
-        "MY_SECRET": "n0t-me",
-    }
-    done = lab.command(
-        *SHORT, "tracking=all", "tracking.wandb.mode=offline", f"tracking.mlflow.tracking_uri={server.uri}",
-        "training.epochs=1", env={**os.environ, **keys},
-    )  # fmt: skip
+def test_keys_are_nowhere(lab: Lab, server: Server, tmp_path: Path) -> None:
+    """Neither those of the environment nor those of .env."""
+    keys = {name: secrets.token_hex(20) for name in ("WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN")}
+    filed = {name: secrets.token_hex(20) for name in ("MY_SECRET", "MLFLOW_TRACKING_USERNAME")}
+    place = tmp_path / "project"
+    place.mkdir()
+    shutil.copy2(ROOT / "train.py", place)
+    shutil.copytree(ROOT / "conf", place / "conf")
+    (place / ".env").write_text("".join(f"{name}={value}\n" for name, value in filed.items()))
+    command = [
+        sys.executable, str(place / "train.py"), *SHORT, "tracking=all", "tracking.wandb.mode=offline", "training.epochs=1",
+        f"tracking.mlflow.tracking_uri={server.uri}", f"storage.path={lab.folder}/results",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env={**os.environ, **keys})
     assert done.returncode == FINISHED, done.stdout + done.stderr
-    files = [path for path in lab.folder.rglob("*") if path.is_file() and not path.is_symlink()]
+    files = [path for path in (lab.folder / "results").rglob("*") if path.is_file() and not path.is_symlink()]
     assert any(path.suffix == ".wandb" for path in files)
     database = (Path(server.process.args[5].removeprefix("sqlite:///"))).read_bytes()  # type: ignore[index,union-attr]
-    for key in keys.values():
+    for key in [*keys.values(), *filed.values()]:
         assert key not in done.stdout + done.stderr
         assert [path for path in files if key.encode() in path.read_bytes()] == []
         assert key.encode() not in database

@@ -236,6 +236,8 @@ class Search:
     """At the end, train the best configuration with `refit_seeds` fresh seeds and evaluate each once on test."""
     refit_seeds: int = 3
     """How many; they follow `seed`."""
+    report: bool = True
+    """At the end, make report.html (2 to 3 seconds); `scripts/report.py` makes it at any time."""
 
 
 @dataclass

@@ -234,7 +234,7 @@ class Launch:
     def _settle(self, run: RunDir, state: str) -> None:
         """Trackers hear how it ended, if nobody told them."""
         try:
-            settle(run, self.config, state, self.view.say)
+            settle({run: state}, self.config, self.view.say)
         except Exception as error:  # a tracker can never hurt a run
             self.view.note("".join(traceback.format_exception(error)))
 

@@ -27,7 +27,7 @@ _IDENTITY = (
 # What may change in a search; with anything else it would be another search.
 _FREE_IN_A_SEARCH = (
     "search.num_samples", "search.time_budget_s", "search.max_concurrent_trials", "search.max_failures", "search.refit",
-    "search.refit_seeds", "cluster", "scaling", "tags", "group", "tracking", "traceback", "plan",
+    "search.refit_seeds", "search.report", "cluster", "scaling", "tags", "group", "tracking", "traceback", "plan",
 )  # fmt: skip
 _GROUPS_OF_A_NEW_RUN = ("experiment", "debug", "model", "data", "optimizer", "scheduler")
 

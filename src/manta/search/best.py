@@ -9,6 +9,7 @@ import os
 import shlex
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ def publish_best(search: RunDir, space: Space, record: Record) -> bool:
         False if it was left as it is: the checkpoint is not written yet, or was retired by a better one of the same
         trial (both are over by the trial's next report), or best/ itself is being trained right now.
     """
+    record = replace(record)  # a report of the trial may come meanwhile, in another thread
     assert record.best is not None
     _mend(search)
     here, new = RunDir(search.path / BEST), RunDir(search.path / NEW)

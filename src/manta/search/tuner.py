@@ -120,8 +120,7 @@ class Search:
         cut = [replace(r, state=runs.INTERRUPTED) if r.state == runs.RUNNING else r for r in records]
         results.write_csv(self.run, self.config, self.space, cut)
         self._settle(cut)
-        for record in cut:
-            settle(trial_dir(self.run, record.number), self.config, record.state, self.view.say)
+        settle({trial_dir(self.run, record.number): record.state for record in cut}, self.config, self.view.say)
         # The very best may have died before its checkpoint was written.
         any(publish_best(self.run, self.space, record) for record in ranked(records, self.config.objective.mode))
         refit = Refit(self)
@@ -155,7 +154,7 @@ class Search:
             summary["test"] = refit.test
         self.run.write("summary.json", summary)
         report.write_report(self.run, self.config, self.space, records, summary)
-        if records:
+        if records and self.config.search.report:
             report_after(self.run, self.view)
 
     def ask_to_stop(self) -> None:

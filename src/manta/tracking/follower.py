@@ -1,7 +1,8 @@
 """The process that tells trackers of runs while they train: `python -m manta.tracking.follower <log>`.
 
-It hears on its input which runs to follow and how they ended ({"follow": run, "trackers": names}, {"end": run, "state":
-state}), and says on its output what to show and what is done ({"say"}, {"alive"}, {"begun"}, {"ended"}). When the input closes, the process
+It hears on its input which runs to follow and how they ended ({"follow": run, "number": n, "trackers": names}, {"end": n,
+"state": state}), and says on its output what becomes of each ({"number", "tracker", "what", "text"}; what: begun, alive, down,
+say or ended). When the input closes, the process
 that trains is gone: what is on disk is told to the end, then it ends too.
 """
 
@@ -11,7 +12,9 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,7 +32,7 @@ LONGEST_PAUSE_S = 30.0
 class Feed(threading.Thread):
     """Tells one tracker of one run. Each has a thread, so that one that hangs keeps nobody waiting."""
 
-    def __init__(self, name: str, run: RunDir, config: Config, tell: Any) -> None:
+    def __init__(self, name: str, run: RunDir, config: Config, tell: Callable[..., None]) -> None:
         super().__init__(daemon=True)
         self.tracker_name, self.run_dir, self.config, self.tell = name, run, config, tell
         self.points = Points(run.metrics)
@@ -92,7 +95,7 @@ class Feed(threading.Thread):
             self._say("down", f"cannot be told ({first}). Nothing is lost, and training goes on.")
 
     def _say(self, what: str, text: str = "") -> None:
-        self.tell({what: text, "tracker": self.tracker_name, "run": str(self.run_dir.path)})
+        self.tell(tracker=self.tracker_name, what=what, text=text)
 
 
 def main() -> None:
@@ -113,28 +116,40 @@ def main() -> None:
 
 def _serve(commands: IO[str], out: IO[str]) -> list[Feed]:
     """Until the input closes; the feeds that are not over then."""
-    feeds: dict[str, list[Feed]] = {}
+    feeds: dict[int, list[Feed]] = {}
     lock = threading.Lock()
 
-    def tell(what: dict[str, Any]) -> None:
+    def tell(number: int, **said: str) -> None:
         with suppress(OSError), lock:  # perhaps nobody listens any more
-            out.write(json.dumps(what) + "\n")
+            out.write(json.dumps({"number": number, **said}) + "\n")
             out.flush()
 
     for line in commands:
         command: dict[str, Any] = json.loads(line)
         if "follow" in command:
-            run = RunDir(Path(command["follow"]))
-            config = OmegaConf.to_object(load(run))
-            assert isinstance(config, Config)
-            feeds[command["follow"]] = [Feed(name, run, config, tell) for name in command["trackers"]]
-            for feed in feeds[command["follow"]]:
-                feed.start()
+            feeds[command["number"]] = _feeds(command, partial(tell, command["number"]))
         else:
-            for feed in feeds.pop(command["end"], []):
+            for feed in feeds[command["end"]]:
                 feed.finish(command["state"])
-                feeds.setdefault("", []).append(feed)
+            feeds = {number: [feed for feed in each if not feed.over] for number, each in feeds.items()}
     return [feed for each in feeds.values() for feed in each if not feed.over]
+
+
+def _feeds(command: dict[str, Any], tell: Callable[..., None]) -> list[Feed]:
+    """Started, one for each tracker."""
+    run = RunDir(Path(command["follow"]))
+    try:
+        config = OmegaConf.to_object(load(run))
+    except Exception as error:
+        traceback.print_exc()
+        for name in command["trackers"]:
+            tell(tracker=name, what="down", text=f"cannot be told ({error}).")
+        return []
+    assert isinstance(config, Config)
+    found = [Feed(name, run, config, tell) for name in command["trackers"]]
+    for feed in found:
+        feed.start()
+    return found
 
 
 def _end_after(seconds: float) -> None:

@@ -2,14 +2,14 @@
 
 import atexit
 import contextlib
+import itertools
 import json
-import os
 import subprocess
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from manta.config import Config
@@ -25,9 +25,10 @@ class Follower:
     """The follower of this process; it serves one run after another."""
 
     def __init__(self, log: str) -> None:
-        self.heard: dict[tuple[str, str], dict[str, float]] = {}
-        """Of a run and a tracker: when it last said what."""
-        self.says: dict[str, Say] = {}
+        self.lives: dict[int, Live] = {}
+        self.answered: dict[str, float] = defaultdict(float)
+        """When a tracker last answered, for whichever run."""
+        self.numbers = itertools.count()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "manta.tracking.follower", log],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
@@ -53,17 +54,9 @@ class Follower:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             said: dict[str, Any] = json.loads(line)
-            run, tracker = said.pop("run"), said.pop("tracker")
-            ((what, text),) = said.items()
-            heard = self.heard.setdefault((run, tracker), {})
-            heard[what] = heard["last"] = time.monotonic()
-            if what == "say":
-                heard.pop("down", None)
-            if text and run in self.says:
-                later = (
-                    f" Later: python scripts/runs.py sync {RunDir(Path(run))} --to {tracker}" if what == "down" else ""
-                )
-                self.says[run](f"{tracker} {text}{later}")
+            if said["what"] != "down":
+                self.answered[said["tracker"]] = time.monotonic()
+            self.lives[said["number"]].hear(said["tracker"], said["what"], said["text"])
 
 
 class Live:
@@ -71,19 +64,26 @@ class Live:
 
     def __init__(self, run: RunDir, config: Config, say: Say) -> None:
         self.run, self.finish_s, self.say = run, config.tracking.finish_s, say
-        self.names = enabled(config.tracking)
-        self.key = str(run.path)
-        if self.names:
+        self.signs: dict[str, str] = dict.fromkeys(enabled(config.tracking), "")
+        """What each tracker said last: ended is the last of all, down that it cannot be told."""
+        self.number: int | None = None
+        self.told_end = 0.0
+        if self.signs:
             self.follower = _follower(run)  # its imports take a second or two: now, while the run gets ready
 
     def start(self) -> None:
         """The run's history is open."""
-        if self.names and self.key not in self.follower.says:
-            self.follower.says[self.key] = self.say
-            for name in self.names:
-                self.follower.heard[self.key, name] = {"last": time.monotonic()}
-            self.follower.tell(follow=self.key, trackers=self.names)
+        if self.signs and self.number is None:
+            self.number = next(self.follower.numbers)
+            self.follower.lives[self.number] = _open[self.run] = self
             forget_end(self.run)
+            self.follower.tell(follow=str(self.run.path), number=self.number, trackers=list(self.signs))
+
+    def hear(self, tracker: str, what: str, text: str) -> None:
+        self.signs[tracker] = what
+        if text:
+            later = f" Later: {sync_command(self.run, tracker)}" if what == "down" else ""
+            self.say(f"{tracker} {text}{later}")
 
     def end(self, state: str, wait: bool = True) -> None:
         """Tell how the run ended.
@@ -91,58 +91,69 @@ class Live:
         Args:
             wait: until trackers have it all, but no longer than `tracking.finish_s` without an answer.
         """
-        if not self.names:
+        if not self.signs:
             return
         self.start()
-        self.follower.tell(end=self.key, state=state)
+        self.follower.tell(end=self.number, state=state)
+        self.told_end = time.monotonic()
         remember_end(self.run, state)
-        _unfinished.append(self)
+        _open.pop(self.run, None)
+        _ended.append(self)
         if wait:
             drain()
 
-    def drain(self) -> None:
-        self._wait({"ended"})
-        for name in self._missing({"ended"}):
-            if "down" not in self.follower.heard[self.key, name]:
-                self.say(
-                    f"{name} has not been told all in {self.finish_s:g} s; later: python scripts/runs.py sync {self.run} "
-                    f"--to {name}"
-                )
-        self.follower.says.pop(self.key, None)
+    def missing(self) -> dict[str, str]:
+        """Trackers that have not been told all, and what they said last."""
+        return {name: sign for name, sign in self.signs.items() if sign != "ended"}
 
-    def _missing(self, signs: set[str]) -> list[str]:
-        return [name for name in self.names if not signs & set(self.follower.heard.get((self.key, name), {}))]
-
-    def _wait(self, signs: set[str]) -> None:
-        began = time.monotonic()
-        while (missing := self._missing(signs)) and self.follower.alive():
-            heard = [self.follower.heard[self.key, name] for name in missing]
-            limits = [began + DOWN_S if "down" in each else max(each["last"], began) + self.finish_s for each in heard]
-            if time.monotonic() > max(limits):
+    def wait(self) -> None:
+        while (missing := self.missing()) and self.follower.alive():
+            ends = [
+                self.told_end + DOWN_S if sign == "down"
+                else max(self.told_end, self.follower.answered[name]) + self.finish_s
+                for name, sign in missing.items()
+            ]  # fmt: skip
+            if time.monotonic() > max(ends):
                 return
             time.sleep(0.05)
 
 
 _running: Follower | None = None
-_unfinished: list[Live] = []
+_open: dict[RunDir, Live] = {}
+_ended: list[Live] = []
 
 
 def drain() -> None:
-    """Wait for the runs whose end nobody has waited for."""
-    while _unfinished:
-        _unfinished.pop(0).drain()
+    """Wait for the runs that have ended, and say once which tracker has not been told all."""
+    late: dict[str, list[Live]] = defaultdict(list)
+    while _ended:
+        live = _ended.pop(0)
+        live.wait()
+        for name, sign in live.missing().items():
+            if sign != "down":  # that was said
+                late[name].append(live)
+    for name, lives in late.items():
+        first, more = lives[0], f" and of {len(lives) - 1} more" if len(lives) > 1 else ""
+        first.say(f"{name} has not been told all of {first.run}{more}. Later: {sync_command(first.run, name)}")
+
+
+def sync_command(run: RunDir, tracker: str) -> str:
+    return f"python scripts/runs.py sync {run} --to {tracker}"
 
 
 def _follower(run: RunDir) -> Follower:
     global _running
     if _running is None or not _running.alive():
         (run.path / FOLDER).mkdir(exist_ok=True)
-        _running = Follower(os.path.join(run.path, FOLDER, "log.txt"))
+        _running = Follower(str(run.path / FOLDER / "log.txt"))
         atexit.register(_running.close)
     return _running
 
 
-def settle(run: RunDir, config: Config, state: str, say: Say) -> None:
-    """Tell trackers how a run ended whose process could not say so itself."""
-    if enabled(config.tracking) and not end_is_told(run):
-        Live(run, config, say).end(state)
+def settle(ended: dict[RunDir, str], config: Config, say: Say) -> None:
+    """Tell trackers how runs ended whose processes could not say so themselves."""
+    if enabled(config.tracking):
+        for run, state in ended.items():
+            if not end_is_told(run):
+                (_open.get(run) or Live(run, config, say)).end(state, wait=False)
+        drain()

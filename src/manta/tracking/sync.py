@@ -10,7 +10,7 @@ from manta.config import Config
 from manta.errors import FAILED, MantaError
 from manta.resume import load
 from manta.runs import RunDir
-from manta.tracking import KILLED, NAMES, Draws, Histograms, Points, make, sole, update_state
+from manta.tracking import KILLED, NAMES, Draws, Histograms, Points, make, sole, update_state, wandb_mode
 from manta.tracking.live import Say
 
 
@@ -43,7 +43,8 @@ def sync(run: RunDir, name: str, say: Say) -> int:
         except Exception as error:
             raise MantaError(f"{name} could not be told of {each}: {error}", code=FAILED) from error
         count += 1
-        say(f"{each}: {name} has it all")
+        offline = name == "wandb" and wandb_mode(config.tracking.wandb) == "offline"
+        say(f"{each}: {name} has it all" + (f", offline. To upload: wandb sync {each}/wandb/offline-run-*" * offline))
     return count
 
 
