@@ -34,7 +34,7 @@ META = "meta.json"  # makes a directory a checkpoint
 
 # Environment that changes results or behaviour; never a name that smells of a secret.
 _ENV = re.compile(r"^(CUDA|NCCL|GLOO|OMP|MKL|TORCH|PYTORCH|RAY|HYDRA|SLURM|MANTA|WANDB|MLFLOW|XLA|LD_LIBRARY|PYTHON)")
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|URI|URL|DSN", re.IGNORECASE)
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|USER|URI|URL|DSN", re.IGNORECASE)
 
 
 def now() -> str:
