@@ -330,6 +330,23 @@ def test_a_search_and_its_trials(lab: Lab, server: Server) -> None:
 
 
 @pytest.mark.usefixtures("ray_cluster")
+def test_trials_that_take_over_weights(lab: Lab) -> None:
+    """Paused, resumed and with another's weights, in any process: one run each, every point once."""
+    run = lab.run(
+        "search=pbt", "search.num_samples=4", "training.epochs=6", *TRIALS, "search.report=false", "training.test=false",
+        "search.space.optimizer.lr=loguniform(1e-6,1e-1)", "tracking=wandb", "tracking.wandb.mode=offline",
+    )  # fmt: skip
+    exploits = 0
+    for number in range(4):
+        trial = RunDir(run.path / "trials" / f"{number:05d}")
+        written = wandb_files.read(trial.path)
+        assert len(written.ids) == 1
+        assert only_once(written.points(), trial)
+        exploits += sum("exploit/donor" in row for row in written.rows)
+    assert exploits > 0
+
+
+@pytest.mark.usefixtures("ray_cluster")
 def test_bad_trials_end_in_trackers_too(lab: Lab, server: Server) -> None:
     run = lab.run(
         "search=grid", "search/space=none", "search.space.seed=choice(1,2,4)", *TRIALS, "search.refit=false", "search.report=false",
