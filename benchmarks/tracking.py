@@ -21,7 +21,7 @@ from pathlib import Path
 import requests
 
 ROOT = Path(__file__).resolve().parents[1]
-TRAIN = ("scaling=in_process", "training.epochs=400", "model.hidden=[512,512]", "training.log_every_n_steps=20")
+TRAIN = ("scaling=in_process", "training.epochs=100", "model.hidden=[512,512]", "training.log_every_n_steps=20")
 PAIRS = 5
 
 
