@@ -99,6 +99,7 @@ class Feed(threading.Thread):
 
 
 def main() -> None:
+    os.nice(5)  # its libraries take seconds of a core to load: whoever trains goes first
     for number in (signal.SIGINT, signal.SIGTERM):  # the one that trains hears them, and says how it ended
         signal.signal(number, signal.SIG_IGN)
     out = os.fdopen(os.dup(1), "w")
