@@ -72,17 +72,8 @@ def sweeper() -> float | None:
     if importlib.util.find_spec("hydra_plugins.hydra_optuna_sweeper") is None:
         return None
     space = ("optimizer.lr=tag(log,interval(1e-4,1e-1))", "data.batch_size=choice(32,64,128)", "scaling=in_process")
-    times = [
-        seconds(
-            "-m",
-            "hydra/sweeper=optuna",
-            f"hydra.sweeper.n_trials={count}",
-            "hydra.sweeper.n_jobs=1",
-            *space,
-            *TRIVIAL[:3],
-        )
-        for count in (4, 24)
-    ]
+    sweeper = ("hydra/sweeper=optuna", "hydra.sweeper.n_jobs=1", *space, *TRIVIAL[:3])
+    times = [seconds(*sweeper, f"hydra.sweeper.n_trials={count}", "-m") for count in (4, 24)]
     return (times[1] - times[0]) / 20
 
 

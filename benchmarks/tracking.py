@@ -83,7 +83,8 @@ def main() -> None:
             away = ("tracking=mlflow", f"tracking.mlflow.tracking_uri={uri}", "tracking.finish_s=5", track[2])
             ratios["MLflow server that stops"].append(step_s(*away, stop=process) / plain)
             print(
-                f"without {1000 * plain:.3f} ms a step   " + "   ".join(f"{what} {each[-1]:.3f}x" for what, each in ratios.items()),
+                f"without {1000 * plain:.3f} ms a step   "
+                + "   ".join(f"{what} {each[-1]:.3f}x" for what, each in ratios.items()),
                 flush=True,
             )
     found = {what: statistics.median(each) for what, each in ratios.items()}
