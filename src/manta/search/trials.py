@@ -120,12 +120,16 @@ class Watched(NotPickled):
         super().on_trial_error(controller, trial)  # type: ignore[misc]
         self.algorithm.failed(number_of(trial))
 
-    def choose_trial_to_run(self, controller: Any) -> Trial | None:
+    def choose_trial_to_run(self, controller: Any, **options: Any) -> Trial | None:
+        """
+        Args:
+            options: HyperBandForBOHB calls itself with one.
+        """
         if self.stopping():
             if not any(trial.status == Trial.RUNNING for trial in controller.get_trials()):
                 controller.request_stop_experiment()
             return None
-        chosen: Trial | None = super().choose_trial_to_run(controller)  # type: ignore[misc]
+        chosen: Trial | None = super().choose_trial_to_run(controller, **options)  # type: ignore[misc]
         return chosen
 
     def _reported(self, number: int, result: dict[str, Any], last: bool = False) -> None:
