@@ -248,7 +248,9 @@ def test_one_run_through_a_killed_worker_and_a_resume(lab: Lab, server: Server) 
     assert len(written.ids) == 1
     assert only_once(written.points(), run)
     assert [row["_step"] for row in written.rows] == list(range(len(written.rows)))
-    assert written.summary["val/accuracy"] == {"max": summary(run)["best"]["metrics"]["val/accuracy"]}  # of all attempts
+    assert written.summary["val/accuracy"] == {
+        "max": summary(run)["best"]["metrics"]["val/accuracy"]
+    }  # of all attempts
     assert server.id(run) == identity
     assert only_once(server.points(run), run)
     assert server.run(run).info.status == "FINISHED"
