@@ -19,8 +19,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from manta.catalog.entries import is_search
 from manta.config import Config, Tracking, Wandb
-from manta.runs import RunDir, read_lines, short
+from manta.runs import RunDir, short
 
 NAMES = ("wandb", "mlflow", "tensorboard", "csv")
 FOLDER = "tracking"
@@ -144,11 +145,11 @@ def place(run: RunDir, config: Config) -> Place:
     own = f"{path.parent.name}/{path.name}"
     for search in path.parents[1:3]:
         parts = path.relative_to(search).parts
-        if parts[0] in ("trials", "refit") and (search / "space.yaml").is_file():
+        if parts[0] in ("trials", "refit") and is_search(search):
             whole = place(RunDir(search), config).name
             kind = "trial" if parts[0] == "trials" else "refit"
             return Place(kind, f"{whole} {kind} {parts[-1].removeprefix('seed-')}", RunDir(search))
-    return Place("search" if (path / "space.yaml").is_file() else "train", own)
+    return Place("search" if is_search(path) else "train", own)
 
 
 def state_of(run: RunDir, name: str) -> dict[str, Any]:
@@ -257,13 +258,17 @@ class Histograms:
 
     def new(self) -> list[dict[str, Any]]:
         """Lines since the last call, without those that a resume wrote again."""
+        if not self.path.is_file():
+            return []
+        with open(self.path, "rb") as file:
+            file.seek(self.position)
+            *whole, _ = file.read().split(b"\n")
+        self.position += sum(len(line) + 1 for line in whole)
         found = []
-        lines = read_lines(self.path) if self.path.is_file() else []
-        for line in lines[self.position :]:
+        for line in map(json.loads, whole):
             if line["step"] > self.step:
                 found.append(line)
                 self.step = line["step"]
-        self.position = len(lines)
         return found
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from manta import runs
+from manta.catalog.entries import is_search
 from manta.config import Config
 from manta.errors import FAILED, MantaError
 from manta.resume import load
@@ -51,7 +52,7 @@ def sync(run: RunDir, name: str, say: Say) -> int:
 def family(run: RunDir) -> Iterator[RunDir]:
     """A run; of a search also its parts, after it, so that they find their parent."""
     yield run
-    if (run.path / "space.yaml").is_file():
+    if is_search(run.path):
         for pattern in ("trials/*/config.yaml", "refit/*/*/config.yaml"):
             for path in sorted(Path(run.path).glob(pattern)):
                 if (path.parent / "status.json").is_file():
