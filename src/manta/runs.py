@@ -3,6 +3,7 @@
 The layout is a contract that other tools read; docs/run_directory.md describes it.
 """
 
+import ctypes
 import dataclasses
 import fcntl
 import json
@@ -31,6 +32,7 @@ from manta.errors import MantaError
 
 RUNNING, FINISHED, FAILED, INTERRUPTED = "running", "finished", "failed", "interrupted"
 META = "meta.json"  # makes a directory a checkpoint
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux
 
 # Environment that changes results or behaviour; never a name that smells of a secret.
 _ENV = re.compile(r"^(CUDA|NCCL|GLOO|OMP|MKL|TORCH|PYTORCH|RAY|HYDRA|SLURM|MANTA|WANDB|MLFLOW|XLA|LD_LIBRARY|PYTHON)")
@@ -241,6 +243,15 @@ def point(link: Path, target: str) -> None:
     aside.replace(link)
 
 
+def exchange(one: Path, other: Path) -> bool:
+    """Let two directories exchange their names; False where the system or the file system cannot (macOS, NFS)."""
+    try:
+        rename = ctypes.CDLL(None).renameat2
+    except AttributeError:
+        return False
+    return bool(rename(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0)
+
+
 def link_or_copy(source: str | Path, target: str | Path) -> None:
     """A second name for a file; a copy where the file system has none."""
     try:
@@ -280,11 +291,11 @@ def _recent(root: Path, count: int = 3) -> str:
 
 
 def find_checkpoint(folder: Path, name: str) -> Path | None:
-    """The directory of checkpoint `name` (last, best, a step number or step-...), or None."""
+    """The directory of checkpoint `name` (last, best, a step number or step-...) in this folder, or None."""
     candidates = [name, f"step-{int(name):08d}"] if name.isdigit() else [name]
     for candidate in candidates:
         path = folder / candidate
-        if (path / META).is_file():
+        if (path / META).is_file() and path.resolve().parent == folder.resolve():
             return path.resolve()
     return None
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from manta.checkpoints import choose, sizes
 from manta.cluster import TELL_S, has_cuda, is_own, wait_for_resources, worker_lines
 from manta.config import Config
 from manta.errors import FAILED, MantaError
@@ -172,9 +173,9 @@ class Tail:
     """New lines of a run's metrics.jsonl, from where its last checkpoint left it."""
 
     def __init__(self, run: RunDir) -> None:
-        meta = run.checkpoints / "last" / "meta.json"
         self.path = run.metrics
-        self.position = json.loads(meta.read_text())["metrics_bytes"] if meta.is_file() else 0
+        choice = choose(run, sizes)
+        self.position = 0 if choice is None else choice.found.get("metrics_bytes", 0)
 
     def lines(self) -> list[dict[str, Any]]:
         if not self.path.is_file():
