@@ -145,20 +145,20 @@ def published(run: RunDir, name: str) -> Iterator[Path]:
             copy = Path(folder) / path.name
             yield Path(shutil.copytree(path, copy, copy_function=link_or_copy, symlinks=True))
     except Damaged as error:
-        whole = _whole(run)
+        whole = _whole(run, but=path)
         instead = f"Whole are: {whole}" if whole else "No other one is whole"
         raise MantaError(
             f"checkpoint={name}: {path.name} of {run} cannot be used: {error.why}. {instead}.", code=error.code
         ) from error
 
 
-def _whole(run: RunDir) -> str:
-    """What `checkpoint=` can name."""
+def _whole(run: RunDir, but: Path | None = None) -> str:
+    """What `checkpoint=` can name, but for one."""
     there = set()
     for entry in run.checkpoints.glob("*/"):
         path = find_checkpoint(run.checkpoints, entry.name)
         with suppress(MantaError):
-            there |= {entry.name} if path is not None and verify(path) else set()
+            there |= {entry.name} if path not in (None, but) and verify(entry) else set()
     steps = sorted(int(entry.removeprefix("step-")) for entry in there if entry.startswith("step-"))
     return ", ".join([*sorted(there & {"best", "last"}), *map(str, steps)])
 
