@@ -26,6 +26,7 @@ from rich.console import Console
 import manta.evaluate
 import manta.predict
 from manta import arguments
+from manta.checkpoints import Damaged
 from manta.config import Config, Objective
 from manta.runs import RunDir, read_lines, writing
 from manta.search import best as best_module
@@ -307,9 +308,20 @@ def test_half_a_checkpoint_is_none(search: RunDir, records: list[Record]) -> Non
     state = trial_dir(search, 1).checkpoints / f"step-{records[1].best['step']:08d}" / "state.pt"
     content = state.read_bytes()
     state.unlink()
-    state.write_bytes(content[:-10])
-    assert not publish_best(search, SPACE, records[1])
-    assert not (search.path / "best").exists()
+    for damaged in (content[:-10], content[:-10] + bytes(10)):
+        state.write_bytes(damaged)
+        with pytest.raises(Damaged, match=r"step-\d+ cannot be used: (the content of )?state\.pt"):
+            publish_best(search, SPACE, records[1])
+        assert not (search.path / "best").exists()
+        assert [path.name for path in search.path.glob(".*")] == []
+    state.unlink()
+    state.symlink_to("/dev/zero")
+    with pytest.raises(Damaged, match=r"state\.pt is missing"):
+        publish_best(search, SPACE, records[1])
+    (state.parent / "meta.json").write_text("{")
+    with pytest.raises(Damaged, match=r"meta\.json is not JSON"):
+        publish_best(search, SPACE, records[1])
+    assert publish_best(search, SPACE, records[0])
 
 
 def test_without_hard_links(search: RunDir, records: list[Record], monkeypatch: pytest.MonkeyPatch) -> None:
