@@ -698,11 +698,18 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-@pytest.mark.parametrize("way", ["true", "false"])
-def test_a_disk_that_is_really_full(small_disk: Path, longer: RunDir, way: str) -> None:
+@pytest.mark.parametrize(
+    "way", ["asynchronous=true", "asynchronous=false", pytest.param("on a worker", marks=pytest.mark.ray)]
+)
+def test_a_disk_that_is_really_full(small_disk: Path, longer: RunDir, request: pytest.FixtureRequest, way: str) -> None:
     """It fills up while a checkpoint is written: exit 1, the last whole one intact; with room again the run goes on."""
     small = Lab(small_disk)
-    settings = (*QUICK, "training.epochs=4", f"training.checkpoint.asynchronous={way}", "training.checkpoint.keep=3")
+    settings = (*QUICK, "training.epochs=4", "training.checkpoint.keep=3")
+    if way == "on a worker":
+        request.getfixturevalue("ray_cluster")
+        settings = ("scaling=cpu", "scaling.num_workers=1", "scaling.resources_per_worker={CPU: 1}", *settings[1:])
+    else:
+        settings = (*settings, f"training.checkpoint.{way}")
     filler = small_disk / "filler"
     settings = (*settings, *fault("FillAt", call=6, path=filler, leave=100_000))
     with pytest.raises(MantaError, match=r"Storage failed: No space left on device .*resume=") as failed:

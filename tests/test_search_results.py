@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -44,6 +45,7 @@ from manta.search.results import (
     write_csv,
 )  # fmt: skip
 from manta.search.space import Space
+from manta.search.tuner import Search
 from manta.training.checkpoint import load_checkpoint
 from manta.view import View
 from tests.conftest import ROOT, Lab, compose_run, make_config
@@ -322,6 +324,21 @@ def test_half_a_checkpoint_is_none(search: RunDir, records: list[Record]) -> Non
     with pytest.raises(Damaged, match=r"meta\.json is not JSON"):
         publish_best(search, SPACE, records[1])
     assert publish_best(search, SPACE, records[0])
+
+
+def test_a_damaged_best_is_said_once(search: RunDir, records: list[Record]) -> None:
+    """The search asks several times a second, and at its end takes the next best."""
+    assert records[1].best is not None
+    os.truncate(trial_dir(search, 1).checkpoints / f"step-{records[1].best['step']:08d}" / "state.pt", 9)
+    driver, said = object.__new__(Search), []
+    driver.run, driver.space, driver._refused = search, SPACE, set()
+    driver.view = SimpleNamespace(say=said.append)  # type: ignore[assignment]
+    found = [driver._publish(record) for record in (records[1], records[1], records[0])]
+    assert found == [False, False, True]
+    assert len(said) == 1
+    assert said[0].startswith("Trial 1 is the best so far, but it cannot be kept in best/: Checkpoint ")
+    assert said[0].endswith(".")
+    assert best_of(search).read("summary.json")["trial"] == 0
 
 
 def test_without_hard_links(search: RunDir, records: list[Record], monkeypatch: pytest.MonkeyPatch) -> None:

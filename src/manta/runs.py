@@ -5,6 +5,7 @@ The layout is a contract that other tools read; docs/run_directory.md describes 
 
 import ctypes
 import dataclasses
+import errno
 import fcntl
 import json
 import math
@@ -28,6 +29,7 @@ from typing import Any
 import yaml
 
 from manta.config import Config
+from manta.errors import FAILED as FAILED_CODE
 from manta.errors import MantaError
 
 RUNNING, FINISHED, FAILED, INTERRUPTED = "running", "finished", "failed", "interrupted"
@@ -58,7 +60,10 @@ def finite(value: Any) -> Any:
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Replace a JSON file in one step, so that readers never see half of it."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(json.dumps(finite(value), indent=2) + "\n")
+    with open(aside, "w") as file:
+        file.write(json.dumps(finite(value), indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())  # some file systems would have an empty file after a power failure
     aside.replace(path)
 
 
@@ -250,6 +255,18 @@ def exchange(one: Path, other: Path) -> bool:
     except AttributeError:
         return False
     return bool(rename(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0)
+
+
+def storage_failure(error: OSError, run: RunDir) -> MantaError | None:
+    """What the disk did, in words; None for another kind of OSError."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE):
+        return None
+    where = error.filename or run
+    return MantaError(
+        f"Storage failed: {error.strerror} ({where}). The last whole checkpoint is kept. When {run} can be written again: "
+        f"python train.py resume={shlex.quote(str(run))}",
+        code=FAILED_CODE,
+    )
 
 
 def link_or_copy(source: str | Path, target: str | Path) -> None:

@@ -18,7 +18,7 @@ from manta.cluster import TELL_S, has_cuda, is_own, wait_for_resources, worker_l
 from manta.config import Config
 from manta.errors import FAILED, MantaError
 from manta.plan import REHEARSAL, Needs
-from manta.runs import RunDir
+from manta.runs import RunDir, storage_failure
 from manta.view import View
 
 
@@ -113,6 +113,9 @@ def _worker(payload: dict[str, Any]) -> Any:
     except MantaError:
         raise
     except (Exception, SystemExit) as error:
+        failure = storage_failure(error, payload["run"]) if isinstance(error, OSError) else None
+        if failure is not None and payload["what"] == "Training":
+            raise failure from None
         rank = ray.train.get_context().get_world_rank()
         remote = "".join(traceback.format_exception(error))
         raise WorkerFailed(f"{payload['what']} failed on rank {rank}: {_in_short(error)}", remote) from None
