@@ -13,6 +13,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from manta.runs import RunDir, find_checkpoint
 from manta.search.exploit import adopt, place
 from manta.search.trial import Job, _in_this_process, _train
 from manta.training.checkpoint import CheckpointWriter, load_checkpoint
+from manta.training.loop import Loop
 from tests.conftest import ROOT, Lab, compose_run, history, summary
 from tests.test_failures import fault
 
@@ -364,6 +366,37 @@ def test_a_damaged_best(lab: Lab, capfd: pytest.CaptureFixture[str]) -> None:
     assert summary(run)["best"]["step"] == 12
     assert summary(run)["best"]["checkpoint"] == f"checkpoints/{STEPS[2]}"
     assert "test/accuracy" in summary(run)["test"]
+
+
+def test_the_best_is_one_to_continue_from(lab: Lab, capfd: pytest.CaptureFixture[str]) -> None:
+    """With training.checkpoint.keep=1 it is the only other one."""
+    settings = (*QUICK, "optimizer.lr=1e-9")
+    run, whole = lab.run(*settings, "training.epochs=3"), lab.run(*settings, "training.epochs=4")
+    assert sorted(path.name for path in run.checkpoints.glob("step-*")) == [STEPS[0], STEPS[2]]
+    flip(run.checkpoints / STEPS[2])
+    assert lab.launch(f"resume={run.path}", "training.epochs=4") == 0
+    assert f"continuing from {STEPS[0]}." in " ".join(capfd.readouterr().out.split())
+    assert history(run) == history(whole)
+    assert summary(run)["best"] == summary(whole)["best"]
+
+
+def test_all_ranks_hear_of_it(run: RunDir) -> None:
+    """If rank 0 finds none whole, the others raise the same instead of waiting for it."""
+    for name in STEPS:
+        flip(run.checkpoints / name)
+    told: list[Any] = []
+
+    def gather(value: Any) -> list[Any]:
+        told.append(value)
+        return [pickle.loads(pickle.dumps(told[0]))]
+
+    for rank in (0, 1):
+        loop = object.__new__(Loop)
+        loop.session = SimpleNamespace(main=rank == 0, run=run, gather=gather)  # type: ignore[assignment]
+        with pytest.raises(MantaError, match=f"No checkpoint of {run} is whole") as refused:
+            loop._state()
+        assert refused.value.code == 2
+    assert told[1] is None
 
 
 def test_a_best_of_a_line_that_was_left(lab: Lab, run: RunDir) -> None:

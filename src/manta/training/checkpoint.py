@@ -126,9 +126,9 @@ class _Hashed:
         if self.error is None:
             try:
                 self.file.write(data)
+                self.sha256.update(data)  # without the GIL, as the write: training goes on meanwhile
             except OSError as error:
                 self.error = error
-        self.sha256.update(data)
         self.bytes += len(data)
         return len(data)
 
