@@ -21,7 +21,7 @@ import torch
 
 import manta.training.checkpoint as writing
 from manta import arguments
-from manta.checkpoints import FORMAT, Choice, Damaged, choose, continue_from, read_meta, sizes, verify
+from manta.checkpoints import FORMAT, Choice, Damaged, choose, continue_from, match_best, read_meta, sizes, verify
 from manta.errors import MantaError
 from manta.evaluate import Arguments, evaluate
 from manta.plan import Needs
@@ -132,7 +132,7 @@ def move_out(checkpoint: Path) -> None:
 
 
 def huge(checkpoint: Path) -> None:
-    os.truncate(checkpoint / "meta.json", 2**34)  # sparse
+    os.truncate(checkpoint / "meta.json", 2**24 + 1)
 
 
 def save(checkpoint: Path, what: Any) -> None:
@@ -154,7 +154,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "meta is empty": (lambda c: (c / "meta.json").write_text(""), r"meta\.json is not JSON"),
     "meta is binary": (lambda c: (c / "meta.json").write_bytes(b"\xff\xfe\x00"), r"meta\.json is not JSON"),
     "meta is deep": (lambda c: (c / "meta.json").write_text("[" * 10**6), r"meta\.json is not JSON"),
-    "meta is huge": (huge, r"meta\.json has 17,179,869,184 bytes, far more than Manta writes"),
+    "meta is huge": (huge, r"meta\.json has 16,777,217 bytes, far more than Manta writes"),
     "meta is a list": (lambda c: (c / "meta.json").write_text("[2]"), r"meta\.json does not say which format it has"),
     "format is a word": (lambda c: change(c, format="2"), r"meta\.json does not say which format it has"),
     "step is a word": (lambda c: change(c, step="x" * 99), r"meta\.json is not what Manta writes: step is 'x{39}\.\.\."),
@@ -409,15 +409,33 @@ def test_a_best_of_a_line_that_was_left(lab: Lab, run: RunDir) -> None:
     assert os.readlink(run.checkpoints / "best") == f"step-{best['step']:08d}"
 
 
-def test_a_copy_without_links(lab: Lab, run: RunDir, longer: RunDir) -> None:
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_copy_without_links(lab: Lab, run: RunDir, longer: RunDir, damaged: bool) -> None:
     """Object stores, and `cp -L`, make directories of them."""
     for name in ("last", "best"):
         (run.checkpoints / name).unlink()
         shutil.copytree(run.checkpoints / STEPS[2], run.checkpoints / name)
     shutil.rmtree(run.checkpoints / STEPS[2])
+    if damaged:
+        (run.checkpoints / "best" / "meta.json").unlink()
     assert lab.launch("resume=latest", "training.epochs=4") == 0
     assert history(run) == history(longer)
     assert os.readlink(run.checkpoints / "last") == "step-00000016"
+    assert os.readlink(run.checkpoints / "best") == STEPS[2]
+    aside = {"damaged-best"} if damaged else {"copied-best"}
+    assert {path.name for path in run.checkpoints.iterdir()} - {"last", "best", *STEPS, "step-00000016"} == aside
+
+
+def test_a_best_of_a_strangers_choice(run: RunDir) -> None:
+    """Nothing outside of the folder is looked at or renamed."""
+    state, meta = load_checkpoint(run.checkpoints / "last")
+    state["progress"]["best"] = {"value": 9.0, "step": 4, "epoch": 1, "metrics": {}, "checkpoint": "checkpoints/.."}
+    CheckpointWriter(run.checkpoints, 3, False).save(state, meta, False, lambda: None)
+    said: list[str] = []
+    best = match_best(run, state["progress"], "val/accuracy", said.append)
+    assert said == [f"{run}: best checkpoint .. is gone; from here on it is {STEPS[2]}."]
+    assert best is not None
+    assert best["value"] == state["progress"]["validation"]["metrics"]["val/accuracy"]
 
 
 # --- evaluate, predict -------------------------------------------------------------------------------------------

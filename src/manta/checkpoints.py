@@ -236,7 +236,7 @@ def continue_from(run: RunDir, look: Callable[[Path], T], say: Callable[[str], N
         say: told in one line if it is not the one that `last` named.
     """
     finish_replacing(run.checkpoints)
-    _make_links(run.checkpoints)
+    _make_links(run)
     choice = choose(run, look)
     if choice is None or find_checkpoint(run.checkpoints, "last") == choice.path:
         return choice
@@ -249,23 +249,29 @@ def continue_from(run: RunDir, look: Callable[[Path], T], say: Callable[[str], N
     return choice
 
 
-def _make_links(folder: Path) -> None:
+def _make_links(run: RunDir) -> None:
     """Where a copy of the run has directories instead of the links `last` and `best`."""
-    for path in (folder / "last", folder / "best"):
+    for path in (run.checkpoints / "last", run.checkpoints / "best"):
         if path.is_dir() and not path.is_symlink():
-            name = f"step-{read_meta(path)['step']:08d}"
-            path.rename(folder / (name if not os.path.lexists(folder / name) else f"copied-{path.name}"))
+            try:
+                name = f"step-{read_meta(path)['step']:08d}"
+            except Damaged as error:
+                put_aside(run, path.name, error.why)
+                continue
+            taken = os.path.lexists(run.checkpoints / name)
+            path.rename(run.checkpoints / (f"copied-{path.name}" if taken else name))
             point(path, name)
 
 
 def put_aside(run: RunDir, name: str, why: str) -> str:
     """Keep a damaged checkpoint under a name that is never picked; what to say of it."""
     folder, kept, count = run.checkpoints, f"damaged-{name}", 1
+    ours = _NAME.fullmatch(name) or name in ("last", "best")
+    if not ours or not os.path.lexists(folder / name):
+        return f"checkpoint {name} is gone"
     while os.path.lexists(folder / kept):
         count += 1
         kept = f"damaged-{name}-{count}"
-    if not os.path.lexists(folder / name):
-        return f"checkpoint {name} is gone"
     (folder / name).rename(folder / kept)
     return f"checkpoint {name} is damaged ({why}), kept as {kept}"
 
