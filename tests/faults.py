@@ -60,7 +60,7 @@ class DamageAt:
 
 
 class FillAt:
-    """Fill the file system of `path` up to `leave` bytes at the `call`-th training batch."""
+    """Fill the file system of `path` up to `leave` bytes at the `call`-th training batch, once a checkpoint is whole."""
 
     def __init__(self, call: int, path: str, leave: int) -> None:
         self.call, self.path, self.leave, self.calls = call, Path(path), leave, 0
@@ -68,6 +68,8 @@ class FillAt:
     def __call__(self, batch: Tensor) -> Tensor:
         self.calls += 1
         if self.calls == self.call and not self.path.exists():
+            while not list(self.path.parent.glob("*/*/summary.json")):
+                time.sleep(0.01)
             found = os.statvfs(self.path.parent)
             self.path.write_bytes(bytes(found.f_bavail * found.f_frsize - self.leave))
         return batch

@@ -237,6 +237,17 @@ def test_older_damage_counts_too(run: RunDir) -> None:
     ]
 
 
+def test_damage_below_the_chosen_one(run: RunDir) -> None:
+    flip(run.checkpoints / STEPS[2])
+    flip(run.checkpoints / STEPS[0])
+    said: list[str] = []
+    choice = continue_from(run, verify, said.append)
+    assert choice is not None
+    assert choice.path.name == STEPS[1]
+    assert set(choice.damaged) == {STEPS[0], STEPS[2]}
+    assert not (run.checkpoints / STEPS[0]).exists()
+
+
 def test_the_same_step_damaged_twice(run: RunDir) -> None:
     for _ in range(2):
         flip(run.checkpoints / STEPS[2])
@@ -366,6 +377,17 @@ def test_a_damaged_best(lab: Lab, capfd: pytest.CaptureFixture[str]) -> None:
     assert summary(run)["best"]["step"] == 12
     assert summary(run)["best"]["checkpoint"] == f"checkpoints/{STEPS[2]}"
     assert "test/accuracy" in summary(run)["test"]
+
+
+def test_a_damaged_best_in_the_middle_of_an_epoch(run: RunDir) -> None:
+    """`last` was not validated: there is no best, and no link, until the next validation."""
+    progress = load_checkpoint(run.checkpoints / "last")[0]["progress"]
+    flip(run.checkpoints / STEPS[0])
+    progress = {**progress, "best": {**progress["best"], "step": 4}, "step": 13}
+    said: list[str] = []
+    assert match_best(run, progress, "val/accuracy", said.append) is None
+    assert said[0].endswith(f"kept as damaged-{STEPS[0]}; from here on it is the next to be validated.")
+    assert not os.path.lexists(run.checkpoints / "best")
 
 
 def test_the_best_is_one_to_continue_from(lab: Lab, capfd: pytest.CaptureFixture[str]) -> None:

@@ -318,7 +318,7 @@ def test_half_a_checkpoint_is_none(search: RunDir, records: list[Record]) -> Non
         assert [path.name for path in search.path.glob(".*")] == []
     state.unlink()
     state.symlink_to("/dev/zero")
-    with pytest.raises(Damaged, match=r"state\.pt is missing"):
+    with pytest.raises(Damaged, match=r"state\.pt is a link"):
         publish_best(search, SPACE, records[1])
     (state.parent / "meta.json").write_text("{")
     with pytest.raises(Damaged, match=r"meta\.json is not JSON"):

@@ -94,9 +94,10 @@ def _copy_checkpoint(trial: RunDir, best: dict[str, Any], target: Path) -> dict[
     if not _is(source, best):
         raise FileNotFoundError(source)
     target.mkdir(parents=True)
-    for path in [source / META, *(path for path in source.iterdir() if path.name != META)]:
-        if not path.is_symlink():
-            link_or_copy(path, target / path.name)
+    for name in (META, *read_meta(source)["files"]):
+        if (source / name).is_symlink():
+            raise Damaged(source, f"{name} is a link")
+        link_or_copy(source / name, target / name)
     try:
         return verify(target)
     except Damaged as error:
