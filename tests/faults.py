@@ -41,6 +41,40 @@ class KillAt:
         return batch
 
 
+class DamageAt:
+    """Rank 0 damages its newest checkpoint (one bit) and kills itself at its `call`-th training batch, once."""
+
+    def __init__(self, call: int, marker: str) -> None:
+        self.call, self.marker, self.calls = call, Path(marker), 0
+
+    def __call__(self, batch: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == self.call and _rank() == 0 and not self.marker.exists():
+            self.marker.touch()
+            runs = sorted(self.marker.parent.glob("????-??-??/*/checkpoints/last/state.pt"), key=os.path.getmtime)
+            content = bytearray(runs[-1].read_bytes())
+            content[len(content) // 2] ^= 1
+            runs[-1].write_bytes(content)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return batch
+
+
+class FillAt:
+    """Fill the file system of `path` up to `leave` bytes at the `call`-th training batch, once a checkpoint is whole."""
+
+    def __init__(self, call: int, path: str, leave: int) -> None:
+        self.call, self.path, self.leave, self.calls = call, Path(path), leave, 0
+
+    def __call__(self, batch: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == self.call and not self.path.exists():
+            while not list(self.path.parent.glob("*/*/summary.json")):
+                time.sleep(0.01)
+            found = os.statvfs(self.path.parent)
+            self.path.write_bytes(bytes(found.f_bavail * found.f_frsize - self.leave))
+        return batch
+
+
 class PoisonAt:
     """NaN in the `call`-th training batch of one rank."""
 

@@ -343,7 +343,7 @@ LAUNCHES = [
     Bad("resume={here}/no_yaml", ("{here}/no_yaml/config.yaml cannot be read", "line 1")),
     Bad("resume={here}/other_keys", ("{here}/other_keys/config.yaml is not a valid configuration", "modle")),
     Bad("resume={here}/half_status", ("{here}/half_status/status.json cannot be read",)),
-    Bad("resume={here}/rubbish training.epochs=3", ("Checkpoint {here}/rubbish/checkpoints/step-00000002 cannot be read",)),
+    Bad("resume={here}/rubbish training.epochs=3", ("No checkpoint of {here}/rubbish is whole (step-00000002: state.pt has 7 bytes instead of ",)),
     *(
         Bad(f"resume={{here}}/run {change}", (f"{change.split()[-1]} cannot be changed on resume", "without resume="))
         for change in ("training.epochs=9 seed=3", "model=cnn", "model.hidden=[3]", "~model.dropout", "data=mnist",

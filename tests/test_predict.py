@@ -1,5 +1,6 @@
 """scripts/predict.py: one row an input, from data sets, folders of images and arrays, as CSV and Parquet."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -77,17 +78,20 @@ def test_the_runs_own_splits(run: RunDir, tmp_path: Path, asked: tuple[str, ...]
 
 def test_checkpoints_differ(run: RunDir, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    state_file = run.checkpoints / "best" / "state.pt"
-    whole = state_file.read_bytes()
+    state_file, meta_file = (run.checkpoints / "best" / name for name in ("state.pt", "meta.json"))
+    whole, meta = state_file.read_bytes(), meta_file.read_text()
     before = predicted(run, tmp_path / "best.csv", "checkpoint=best")
     state = torch.load(state_file, weights_only=True)
     for name in state["learner"]["model"]:
         state["learner"]["model"][name].zero_()
     try:
         torch.save(state, state_file)
+        files = {"state.pt": {"bytes": state_file.stat().st_size, "sha256": None}}
+        meta_file.write_text(json.dumps({**json.loads(meta), "files": files}))
         after = predicted(run, tmp_path / "zero.csv", "checkpoint=best")
     finally:
         state_file.write_bytes(whole)
+        meta_file.write_text(meta)
     np.testing.assert_allclose(after[PROBABILITIES], 0.1)
     assert abs(before[PROBABILITIES] - 0.1).to_numpy().max() > 0.5
 

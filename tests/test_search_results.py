@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -26,6 +27,7 @@ from rich.console import Console
 import manta.evaluate
 import manta.predict
 from manta import arguments
+from manta.checkpoints import Damaged
 from manta.config import Config, Objective
 from manta.runs import RunDir, read_lines, writing
 from manta.search import best as best_module
@@ -43,6 +45,7 @@ from manta.search.results import (
     write_csv,
 )  # fmt: skip
 from manta.search.space import Space
+from manta.search.tuner import Search
 from manta.training.checkpoint import load_checkpoint
 from manta.view import View
 from tests.conftest import ROOT, Lab, compose_run, make_config
@@ -326,9 +329,35 @@ def test_half_a_checkpoint_is_none(search: RunDir, records: list[Record]) -> Non
     state = trial_dir(search, 1).checkpoints / f"step-{records[1].best['step']:08d}" / "state.pt"
     content = state.read_bytes()
     state.unlink()
-    state.write_bytes(content[:-10])
-    assert not publish_best(search, SPACE, records[1])
-    assert not (search.path / "best").exists()
+    for damaged in (content[:-10], content[:-10] + bytes(10)):
+        state.write_bytes(damaged)
+        with pytest.raises(Damaged, match=r"step-\d+ cannot be used: (the content of )?state\.pt"):
+            publish_best(search, SPACE, records[1])
+        assert not (search.path / "best").exists()
+        assert [path.name for path in search.path.glob(".*")] == []
+    state.unlink()
+    state.symlink_to("/dev/zero")
+    with pytest.raises(Damaged, match=r"state\.pt is a link"):
+        publish_best(search, SPACE, records[1])
+    (state.parent / "meta.json").write_text("{")
+    with pytest.raises(Damaged, match=r"meta\.json is not JSON"):
+        publish_best(search, SPACE, records[1])
+    assert publish_best(search, SPACE, records[0])
+
+
+def test_a_damaged_best_is_said_once(search: RunDir, records: list[Record]) -> None:
+    """The search asks several times a second, and at its end takes the next best."""
+    assert records[1].best is not None
+    os.truncate(trial_dir(search, 1).checkpoints / f"step-{records[1].best['step']:08d}" / "state.pt", 9)
+    driver, said = object.__new__(Search), []
+    driver.run, driver.space, driver._refused = search, SPACE, set()
+    driver.view = SimpleNamespace(say=said.append)  # type: ignore[assignment]
+    found = [driver._publish(record) for record in (records[1], records[1], records[0])]
+    assert found == [False, False, True]
+    assert len(said) == 1
+    assert said[0].startswith("Trial 1 is the best so far, but it cannot be kept in best/: Checkpoint ")
+    assert said[0].endswith(".")
+    assert best_of(search).read("summary.json")["trial"] == 0
 
 
 def test_without_hard_links(search: RunDir, records: list[Record], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,7 +380,7 @@ def test_a_best_that_is_being_trained_stays(search: RunDir, records: list[Record
 
 def _publish_for_ever(search: RunDir, records: list[Record], exchange: bool) -> None:
     if not exchange:
-        best_module._exchange = lambda *_: False  # type: ignore[assignment]
+        best_module.exchange = lambda *_: False  # type: ignore[assignment]
     for turn in range(10_000):
         publish_best(search, SPACE, records[turn % 3])
 

@@ -1,18 +1,18 @@
 """scripts/evaluate.py: exact metrics of a checkpoint of a run, by any number of workers. Imports nothing heavy."""
 
 import dataclasses
-import json
 import math
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from manta import plan, runs
+from manta.checkpoints import Damaged, sizes, verify
 from manta.checks import check
 from manta.cluster import connect, is_running
 from manta.config import Cluster, Config, Scaling, Storage, absolute, from_hydra
@@ -67,7 +67,7 @@ def evaluate(arguments: Arguments) -> int:
     run = find_run(arguments.run, arguments.storage, view)
     config = saved_config(run, arguments.num_workers, arguments.use_gpu, arguments.cluster)
     with published(run, name) as checkpoint:
-        meta = json.loads((checkpoint / "meta.json").read_text())
+        meta = sizes(checkpoint)
         if arguments.num_workers == 0:
             from manta.session import plain
 
@@ -130,21 +130,37 @@ def published(run: RunDir, name: str) -> Iterator[Path]:
     """The directory of a complete checkpoint, readable in here even if training goes on and retires it.
 
     Raises:
-        MantaError: there is none of this name.
+        MantaError: there is none of this name; or, also while it is read in here, it turns out to be damaged.
     """
     path = None if "/" in name else find_checkpoint(run.checkpoints, name)
     if path is None:
-        there = {entry.name for entry in run.checkpoints.glob("*/") if find_checkpoint(run.checkpoints, entry.name)}
-        steps = sorted(int(entry.removeprefix("step-")) for entry in there if entry.startswith("step-"))
-        known = [*sorted(there & {"best", "last"}), *map(str, steps)]
-        raise MantaError(f"checkpoint={name}: {run} has {', '.join(known) or 'no checkpoint yet'}.")
+        raise MantaError(f"checkpoint={name}: {run} has {_whole(run) or 'no checkpoint yet'}.")
     around = RunDir(run.path.parent)
     place = around if is_search(around) else run  # a search may replace its best/ at any moment
-    if place is run and not runs.is_locked(run):
-        yield path
-        return
-    with TemporaryDirectory(dir=place.path, prefix=".reading-") as folder:
-        yield Path(shutil.copytree(path, Path(folder) / path.name, copy_function=link_or_copy))
+    try:
+        if place is run and not runs.is_locked(run):
+            yield path
+            return
+        with TemporaryDirectory(dir=place.path, prefix=".reading-") as folder:
+            copy = Path(folder) / path.name
+            yield Path(shutil.copytree(path, copy, copy_function=link_or_copy, symlinks=True))
+    except Damaged as error:
+        whole = _whole(run, but=path)
+        instead = f"Whole are: {whole}" if whole else "No other one is whole"
+        raise MantaError(
+            f"checkpoint={name}: {path.name} of {run} cannot be used: {error.why}. {instead}.", code=error.code
+        ) from error
+
+
+def _whole(run: RunDir, but: Path | None = None) -> str:
+    """What `checkpoint=` can name, but for one."""
+    there = set()
+    for entry in run.checkpoints.glob("*/"):
+        path = find_checkpoint(run.checkpoints, entry.name)
+        with suppress(MantaError):
+            there |= {entry.name} if path not in (None, but) and verify(entry) else set()
+    steps = sorted(int(entry.removeprefix("step-")) for entry in there if entry.startswith("step-"))
+    return ", ".join([*sorted(there & {"best", "last"}), *map(str, steps)])
 
 
 def measure(session: Any, config: Config, checkpoint: Path, splits: list[str]) -> dict[str, float]:

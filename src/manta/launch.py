@@ -1,6 +1,5 @@
 """From a valid configuration to an outcome: the one place that knows how a run is started, watched and ended."""
 
-import errno
 import shlex
 import shutil
 import signal
@@ -213,7 +212,7 @@ class Launch:
             state = runs.INTERRUPTED
         except (Exception, SystemExit) as error:
             view.note("".join(traceback.format_exception(error)))
-            failure = _storage_failure(error, run) if isinstance(error, OSError) else error
+            failure = (isinstance(error, OSError) and runs.storage_failure(error, run)) or error
             code = failure.code if isinstance(failure, MantaError) else FAILED
             if before is not None and code == INVALID:  # what cannot be is not what the run continues with next time
                 (run.path / "config.yaml").write_bytes(before)
@@ -286,18 +285,6 @@ def _ask_to_stop(run: RunDir) -> None:
     run.stop_file.touch()
     if not runs.is_locked(run):  # no rank trains yet: nothing to save
         raise KeyboardInterrupt
-
-
-def _storage_failure(error: OSError, run: RunDir) -> BaseException:
-    """What the disk did, in words; another OSError as it is."""
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE):
-        return error
-    where = error.filename or run
-    return MantaError(
-        f"Storage failed: {error.strerror} ({where}). The last whole checkpoint is kept. When {run} can be written again: "
-        f"python train.py resume={shlex.quote(str(run))}",
-        code=FAILED,
-    )
 
 
 def _nothing_left(config: Config, run: RunDir) -> bool:

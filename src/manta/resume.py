@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from manta import runs
+from manta.checkpoints import choose, finish_replacing, sizes
 from manta.config import SCHEMA_VERSION, Config, absolute
 from manta.errors import MantaError
 from manta.runs import RunDir, is_locked
@@ -72,7 +73,10 @@ def restore(cfg: DictConfig, overrides: list[str]) -> tuple[DictConfig, RunDir]:
     saved = load(run)
     is_search = bool(saved.search.algorithm)
     if not is_search:
-        _repair_last(run)
+        finish_replacing(run.checkpoints)
+        choose(
+            run, sizes
+        )  # refuses before anything starts; what to do about damage is decided where the run is written
     for override in OverridesParser.create().parse_overrides(overrides):
         key = override.key_or_group
         if key in ("resume", "storage.path"):
@@ -132,27 +136,6 @@ def _refuse_parts(run: RunDir) -> None:
                 f"resume={run} is a part of a search, which would not know of it. Continue the search: python train.py "
                 f"resume={RunDir(search)}, or train these values as a run of their own: python train.py {line}"
             )
-
-
-def _repair_last(run: RunDir) -> None:
-    """Make `last` name the newest whole checkpoint where it names none.
-
-    Raises:
-        MantaError: the run had checkpoints and none is left (a run that never had one starts at step 0 again).
-    """
-    if runs.find_checkpoint(run.checkpoints, "last") is not None:
-        return
-    whole = sorted(
-        path.name for path in run.checkpoints.glob("step-*") if runs.find_checkpoint(run.checkpoints, path.name)
-    )
-    if whole:
-        runs.point(run.checkpoints / "last", whole[-1])
-        print(f"{run}: checkpoints/last names no whole checkpoint; continuing from {whole[-1]}.", flush=True)
-    elif run.read("summary.json").get("step"):
-        raise MantaError(
-            f"resume: the checkpoints of {run} are gone (its summary.json speaks of step "
-            f"{run.read('summary.json')['step']}). Put {run}/checkpoints back, or start a new run."
-        )
 
 
 def _wait_for_survivors(run: RunDir, wait_s: float = 60.0) -> None:

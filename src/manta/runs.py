@@ -3,7 +3,9 @@
 The layout is a contract that other tools read; docs/run_directory.md describes it.
 """
 
+import ctypes
 import dataclasses
+import errno
 import fcntl
 import json
 import math
@@ -27,10 +29,12 @@ from typing import Any
 import yaml
 
 from manta.config import Config
+from manta.errors import FAILED as FAILED_CODE
 from manta.errors import MantaError
 
 RUNNING, FINISHED, FAILED, INTERRUPTED = "running", "finished", "failed", "interrupted"
 META = "meta.json"  # makes a directory a checkpoint
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux
 
 # Environment that changes results or behaviour; never a name that smells of a secret.
 _ENV = re.compile(r"^(CUDA|NCCL|GLOO|OMP|MKL|TORCH|PYTORCH|RAY|HYDRA|SLURM|MANTA|WANDB|MLFLOW|XLA|LD_LIBRARY|PYTHON)")
@@ -56,7 +60,10 @@ def finite(value: Any) -> Any:
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Replace a JSON file in one step, so that readers never see half of it."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(json.dumps(finite(value), indent=2) + "\n")
+    with open(aside, "w") as file:
+        file.write(json.dumps(finite(value), indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())  # some file systems would have an empty file after a power failure
     aside.replace(path)
 
 
@@ -241,6 +248,27 @@ def point(link: Path, target: str) -> None:
     aside.replace(link)
 
 
+def exchange(one: Path, other: Path) -> bool:
+    """Let two directories exchange their names; False where the system or the file system cannot (macOS, NFS)."""
+    try:
+        rename = ctypes.CDLL(None).renameat2
+    except AttributeError:
+        return False
+    return bool(rename(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0)
+
+
+def storage_failure(error: OSError, run: RunDir) -> MantaError | None:
+    """What the disk did, in words; None for another kind of OSError."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE):
+        return None
+    where = error.filename or run
+    return MantaError(
+        f"Storage failed: {error.strerror} ({where}). The last whole checkpoint is kept. When {run} can be written again: "
+        f"python train.py resume={shlex.quote(str(run))}",
+        code=FAILED_CODE,
+    )
+
+
 def link_or_copy(source: str | Path, target: str | Path) -> None:
     """A second name for a file; a copy where the file system has none."""
     try:
@@ -280,11 +308,11 @@ def _recent(root: Path, count: int = 3) -> str:
 
 
 def find_checkpoint(folder: Path, name: str) -> Path | None:
-    """The directory of checkpoint `name` (last, best, a step number or step-...), or None."""
+    """The directory of checkpoint `name` (last, best, a step number or step-...) in this folder, or None."""
     candidates = [name, f"step-{int(name):08d}"] if name.isdigit() else [name]
     for candidate in candidates:
         path = folder / candidate
-        if (path / META).is_file():
+        if (path / META).is_file() and path.resolve().parent == folder.resolve():
             return path.resolve()
     return None
 

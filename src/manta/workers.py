@@ -13,11 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from manta.checkpoints import choose, sizes
 from manta.cluster import TELL_S, has_cuda, is_own, wait_for_resources, worker_lines
 from manta.config import Config
 from manta.errors import FAILED, MantaError
 from manta.plan import REHEARSAL, Needs
-from manta.runs import RunDir
+from manta.runs import RunDir, storage_failure
 from manta.view import View
 
 
@@ -112,6 +113,9 @@ def _worker(payload: dict[str, Any]) -> Any:
     except MantaError:
         raise
     except (Exception, SystemExit) as error:
+        failure = storage_failure(error, payload["run"]) if isinstance(error, OSError) else None
+        if failure is not None and payload["what"] == "Training":
+            raise failure from None
         rank = ray.train.get_context().get_world_rank()
         remote = "".join(traceback.format_exception(error))
         raise WorkerFailed(f"{payload['what']} failed on rank {rank}: {_in_short(error)}", remote) from None
@@ -172,9 +176,9 @@ class Tail:
     """New lines of a run's metrics.jsonl, from where its last checkpoint left it."""
 
     def __init__(self, run: RunDir) -> None:
-        meta = run.checkpoints / "last" / "meta.json"
         self.path = run.metrics
-        self.position = json.loads(meta.read_text())["metrics_bytes"] if meta.is_file() else 0
+        choice = choose(run, sizes)
+        self.position = 0 if choice is None else choice.found.get("metrics_bytes", 0)
 
     def lines(self) -> list[dict[str, Any]]:
         if not self.path.is_file():

@@ -3,9 +3,6 @@
 Imports nothing heavy.
 """
 
-import ctypes
-import json
-import os
 import shlex
 import shutil
 import time
@@ -16,15 +13,15 @@ from typing import Any
 import yaml
 
 from manta import runs
+from manta.checkpoints import Damaged, read_meta, verify
 from manta.errors import FINISHED, INTERRUPTED, MantaError
-from manta.runs import META, RunDir, is_locked, link_or_copy, now, point
+from manta.runs import META, RunDir, exchange, is_locked, link_or_copy, now, point
 from manta.search.record import Record, trial_dir
 from manta.search.results import trial_command
 from manta.search.space import FILE, Space
 
 BEST = "best"
 NEW, OLD = ".best-new", ".best-old"
-AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 
 def is_search(run: RunDir) -> bool:
@@ -70,6 +67,9 @@ def publish_best(search: RunDir, space: Space, record: Record) -> bool:
         try:
             meta = _copy_checkpoint(trial_dir(search, record.number), record.best, target)
             break
+        except Damaged:
+            _discard(new.path)
+            raise
         except FileNotFoundError:
             time.sleep(0.05 * (attempt < 2))
     else:
@@ -88,29 +88,32 @@ def _copy_checkpoint(trial: RunDir, best: dict[str, Any], target: Path) -> dict[
 
     Raises:
         FileNotFoundError: it is not there, or was retired meanwhile.
+        Damaged: it is not whole.
     """
     source = trial.checkpoints / f"step-{best['step']:08d}"
     if not _is(source, best):  # an exploit gives it another name, and its own to a checkpoint of the donor's line
         source = (trial.checkpoints / "best").resolve()
     if not _is(source, best):
         raise FileNotFoundError(source)
-    for path in [source / META, *(path for path in source.rglob("*") if path.is_file() and path.name != META)]:
-        copy = target / path.relative_to(source)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        link_or_copy(path, copy)
-    meta = json.loads((target / META).read_text())
-    for name, size in meta.get("files", {}).items():
-        if (target / name).stat().st_size != size:
-            raise FileNotFoundError(f"{target / name} has another size than was written")
-    return meta
+    target.mkdir(parents=True)
+    for name in (META, *read_meta(source)["files"]):
+        if (source / name).is_symlink():
+            raise Damaged(source, f"{name} is a link")
+        link_or_copy(source / name, target / name)
+    try:
+        return verify(target)
+    except Damaged as error:
+        raise Damaged(source, error.why) from error
 
 
 def _is(checkpoint: Path, best: dict[str, Any]) -> bool:
     """Whether a checkpoint is the one of this validation."""
     try:
-        meta = json.loads((checkpoint / META).read_text())
-    except FileNotFoundError:
-        return False
+        meta = read_meta(checkpoint)
+    except Damaged as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return False
+        raise
     return meta["step"] == best["step"] and best["value"] in meta["metrics"].values()
 
 
@@ -178,7 +181,7 @@ def _replace(new: Path, here: Path) -> None:
     if not here.exists():
         new.rename(here)
         return
-    if _exchange(new, here):
+    if exchange(new, here):
         new.rename(old)
     else:  # killed between these two, `_mend` puts the old one back
         here.rename(old)
@@ -191,15 +194,6 @@ def _discard(old: Path) -> None:
     if (old / ".lock").exists():
         old.rename(old.with_name(f"{BEST}-resumed-{time.strftime('%Y-%m-%d-%H-%M-%S')}"))
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Let two directories exchange their names; False where the system or the file system cannot (macOS, NFS)."""
-    try:
-        rename = ctypes.CDLL(None).renameat2
-    except AttributeError:
-        return False
-    return rename(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0
 
 
 def _mend(search: RunDir) -> None:

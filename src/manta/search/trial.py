@@ -23,6 +23,7 @@ from omegaconf import OmegaConf
 from ray.tune import Trainable
 
 from manta import runs
+from manta.checkpoints import continue_from, verify
 from manta.config import Config
 from manta.errors import FAILED, MantaError
 from manta.plan import Needs
@@ -187,6 +188,7 @@ def _train(run: RunDir, config: Config, job: Job, heard: int, decide: Decide, tr
         return decide({**validation, metric: metrics[metric]})
 
     with runs.writing(run):
+        continue_from(run, verify, print)  # before anything is read of its last checkpoint
         adopt(run)
     if job.watched and any(watched(validation) for validation in _unheard(run, metric, heard)):
         return STOPPED

@@ -19,6 +19,7 @@ from ray.tune.experiment import Trial as TuneTrial
 from ray.util.placement_group import PlacementGroup
 
 from manta import runs
+from manta.checkpoints import Damaged
 from manta.cluster import TELL_S
 from manta.config import Config, from_hydra
 from manta.errors import FAILED, FINISHED, INTERRUPTED, MantaError
@@ -87,6 +88,7 @@ class Search:
         limit = self.at_once if shared else None
         self.trials = Trials(self.study, algorithm, self.scheduler, self._prepare, search.num_samples, limit)
         self._settled: set[tuple[int, str]] = set()
+        self._refused: set[tuple[int, int]] = set()
         self._began = self._written = self._active = time.monotonic()
 
     # --- running ---------------------------------------------------------------------------------------------------
@@ -122,7 +124,7 @@ class Search:
         self._settle(cut)
         settle({trial_dir(self.run, record.number): record.state for record in cut}, self.config, self.view.say)
         # The very best may have died before its checkpoint was written.
-        any(publish_best(self.run, self.space, record) for record in ranked(records, self.config.objective.mode))
+        any(self._publish(record) for record in ranked(records, self.config.objective.mode))
         refit = Refit(self)
         if best is not None and not self.interrupted:
             self.stop_file.unlink(missing_ok=True)  # of a spent time budget
@@ -202,11 +204,24 @@ class Search:
             self._written = now
         best = self.study.best()
         if best is not None:
-            publish_best(self.run, self.space, best)  # a read, if it is there
+            self._publish(best)  # a read, if it is there
         self._active = now if running or not waiting else self._active
         if now - self._active > TELL_S:
             self.view.say(f"Waiting for {self.needs}: {waiting} trial{'s' * (waiting > 1)} cannot start yet.")
             self._active = now
+
+    def _publish(self, record: Record) -> bool:
+        """Make best/ this trial's; said once if its checkpoint is damaged, and the next best is taken at the end."""
+        assert record.best is not None
+        which = (record.number, record.best["step"])
+        if which in self._refused:
+            return False
+        try:
+            return publish_best(self.run, self.space, record)
+        except Damaged as error:
+            self._refused.add(which)
+            self.view.say(f"Trial {record.number} is the best so far, but it cannot be kept in best/: {error}")
+            return False
 
     def _ended(self) -> int:
         return sum(record.state != runs.RUNNING for record in self.study.records)

@@ -1,38 +1,39 @@
-"""Checkpoints of one run: complete or absent, `last` and `best` always there, written beside training.
+"""The checkpoints of a run being written, beside training, and read back. `manta.checkpoints` has the layout."""
 
-checkpoints/step-00000120/state.pt     everything a resume needs; loads with weights_only=True
-checkpoints/step-00000120/meta.json    step, epoch, metrics, world size
-checkpoints/last, checkpoints/best     links
-"""
-
+import hashlib
 import json
 import os
+import re
 import shutil
+import zipfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from pickle import PickleError
-from typing import Any
+from typing import IO, Any
 
 import torch
 
+from manta.checkpoints import FORMAT, REPLACED, STATE, Damaged, finish_replacing, sizes, sync_folder, verify
 from manta.errors import MantaError
-from manta.runs import META, finite, point
+from manta.runs import META, exchange, finite, point, short
 from manta.runs import find_checkpoint as find_checkpoint
 
-STATE = "state.pt"
-FORMAT = 1
+_PARTS = {"learner": dict, "progress": dict, "ranks": list, "metrics_bytes": int}
 
 
 class CheckpointWriter:
     """Writes the checkpoints of rank 0 into `folder`, keeping the `keep` newest and the best.
 
-    A checkpoint is written aside, flushed to disk, then renamed into place, so a reader never sees half a one.
+    A checkpoint is written aside, flushed to disk, then renamed into place, so a reader never sees half a one. The links
+    follow, and only when they are on disk too are older ones removed: `last` and `best` name whole ones at any moment.
     """
 
     def __init__(self, folder: Path, keep: int, asynchronous: bool) -> None:
         self.folder, self.keep = folder, keep
         folder.mkdir(parents=True, exist_ok=True)
+        sync_folder(folder.parent)
+        finish_replacing(folder)
         for left_over in folder.glob(".writing-*"):
             left_over.unlink() if left_over.is_symlink() else shutil.rmtree(left_over, ignore_errors=True)
         self._pool = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
@@ -69,31 +70,39 @@ class CheckpointWriter:
         name = f"step-{meta['step']:08d}"
         final, aside = self.folder / name, self.folder / f".writing-{name}"
         shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir()
-        with open(aside / STATE, "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        size = (aside / STATE).stat().st_size
-        _write_json(aside / META, {**meta, "format": FORMAT, "files": {STATE: size}})
-        # Only one that no `last` pointed to when its writer died is ever written again.
-        if final.exists():
-            replaced = self.folder / f".writing-replaced-{name}"
-            shutil.rmtree(replaced, ignore_errors=True)
-            final.rename(replaced)
-            aside.rename(final)
-            shutil.rmtree(replaced)
-        else:
-            aside.rename(final)
-        _sync_folder(self.folder)
+        try:
+            aside.mkdir()
+            expected = _write_state(aside / STATE, state)
+            _write_json(aside / META, {**meta, "format": FORMAT, "files": {STATE: expected}})
+            sync_folder(aside)
+            self._put(aside, final)
+        except OSError:
+            shutil.rmtree(aside, ignore_errors=True)  # a full disk has room again
+            raise
+        sync_folder(self.folder)
         if best:  # first: whoever finds this `last` finds the `best` that its state speaks of
-            self._link("best", name)
-        self._link("last", name)
+            point(self.folder / "best", name)
+        point(self.folder / "last", name)
+        sync_folder(self.folder)
         published()
         self._retire()
 
-    def _link(self, link: str, name: str) -> None:
-        point(self.folder / link, name)
+    def _put(self, aside: Path, final: Path) -> None:
+        """Give a finished checkpoint its name, also if that is taken: a step is saved again when a resume validates it."""
+        if not final.exists():
+            aside.rename(final)
+        elif exchange(aside, final):
+            shutil.rmtree(aside)
+        else:  # killed between these two, `finish_replacing` puts the old one back
+            replaced = self.folder / f"{REPLACED}{final.name}"
+            shutil.rmtree(replaced, ignore_errors=True)
+            final.rename(replaced)
+            try:
+                aside.rename(final)
+            except OSError:
+                replaced.rename(final)
+                raise
+            shutil.rmtree(replaced)
 
     def _retire(self) -> None:
         linked = {(self.folder / link).resolve().name for link in ("last", "best")}
@@ -103,6 +112,42 @@ class CheckpointWriter:
                 shutil.rmtree(path)
 
 
+class _Hashed:
+    """A file being written by torch.save, with the hash of what went into it.
+
+    An exception would come out of torch.save as one that says nothing of the disk, so what the system said is kept.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file, self.sha256, self.bytes = file, hashlib.sha256(), 0
+        self.error: OSError | None = None
+
+    def write(self, data: memoryview) -> int:
+        if self.error is None:
+            try:
+                self.file.write(data)
+                self.sha256.update(data)  # without the GIL, as the write: training goes on meanwhile
+            except OSError as error:
+                self.error = error
+        self.bytes += len(data)
+        return len(data)
+
+    def flush(self) -> None:
+        pass
+
+
+def _write_state(path: Path, state: dict[str, Any]) -> dict[str, Any]:
+    """Write and flush to disk; what meta.json says of the file."""
+    with open(path, "wb") as file:
+        hashed = _Hashed(file)
+        torch.save(state, hashed)  # type: ignore[arg-type]
+        if hashed.error is not None:
+            raise hashed.error
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": hashed.bytes, "sha256": hashed.sha256.hexdigest()}
+
+
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     with open(path, "w") as file:
         json.dump(finite(value), file, indent=1)
@@ -110,27 +155,43 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def load_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def load_checkpoint(path: Path, verified: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
     """(state, meta) of a checkpoint directory, on the CPU. Runs no code from the file.
 
+    Args:
+        verified: its contents have been compared with their hashes already.
+
     Raises:
-        MantaError: it is of another format, or not a whole checkpoint.
+        Damaged: it is not whole, or holds what no checkpoint of Manta does.
+        MantaError: it is of a format that this version does not know, or cannot be read now.
     """
+    meta = sizes(path) if verified else verify(path)
     try:
-        meta = json.loads((path / META).read_text())
-        if meta.get("format") != FORMAT:
-            raise MantaError(
-                f"Checkpoint {path} has format {meta.get('format')!r}; this version of Manta reads {FORMAT}."
-            )
+        with zipfile.ZipFile(path / STATE) as archive:
+            unpacked = sum(entry.file_size for entry in archive.infolist())
+        if unpacked > meta["files"][STATE]["bytes"]:
+            raise Damaged(path, f"{STATE} would unpack to {unpacked:,} bytes; Manta writes nothing compressed")
         state = torch.load(path / STATE, map_location="cpu", weights_only=True)
-    except (OSError, ValueError, EOFError, RuntimeError, AttributeError, LookupError, PickleError) as error:
-        raise MantaError(f"Checkpoint {path} cannot be read: {error}") from error
+    except (MemoryError, OSError) as error:
+        raise MantaError(f"Checkpoint {short(path)}: {STATE} cannot be read: {error}.") from error
+    except PickleError as error:
+        raise Damaged(path, f"{STATE} is refused, for it {_reason(error)}") from error
+    except (zipfile.BadZipFile, ValueError, EOFError, RuntimeError, AttributeError, LookupError, TypeError) as error:
+        if "allocate" in str(error):
+            raise MantaError(f"Checkpoint {short(path)}: there is not enough memory for it.") from error
+        raise Damaged(path, f"{STATE} is not what Manta writes ({_first_line(error)})") from error
+    for name, kind in _PARTS.items():
+        if not isinstance(state, dict) or type(state.get(name)) is not kind:
+            raise Damaged(path, f"{STATE} is not what Manta writes: it has no {name}")
     return state, meta
+
+
+def _reason(error: PickleError) -> str:
+    """torch's own message goes on to advise how the code in the file could be run."""
+    found = re.search(r"GLOBAL (\S+)", str(error))
+    what = f" ({found[1]})" if found else ""
+    return f"holds more than tensors and plain values{what}, which could run code"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:200]

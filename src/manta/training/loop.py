@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
+from manta.checkpoints import continue_from, match_best
 from manta.config import Config
 from manta.data import Splits
+from manta.errors import MantaError
 from manta.session import Agreement, Session
 from manta.training.checkpoint import CheckpointWriter, find_checkpoint, load_checkpoint
 from manta.training.evaluation import Evaluator, make_loader
@@ -310,11 +312,10 @@ class Loop:
         self.watch.start()
 
     def _restore(self) -> None:
-        path = find_checkpoint(self.session.run.checkpoints, "last")
-        if path is None:
+        state = self._state()
+        if state is None:
             self.session.open_metrics(0)
             return
-        state, _ = load_checkpoint(path)
         self.learner.load(state["learner"])
         self.progress = Progress(**state["progress"])
         ranks = state["ranks"]
@@ -328,6 +329,28 @@ class Loop:
                 sums = torch.tensor([rank["losses"] for rank in ranks], dtype=torch.float64).sum(dim=0)
                 self.losses.copy_(sums)
         self.session.open_metrics(state["metrics_bytes"])
+
+    def _state(self) -> dict[str, Any] | None:
+        """What to continue from, on every rank the same: rank 0 finds the newest whole checkpoint."""
+        session, run, state = self.session, self.session.run, None
+        told: tuple[str, dict[str, Any] | None] | MantaError | None = None
+        if session.main:
+            try:
+                choice = continue_from(run, load_checkpoint, print)
+                if choice is not None:
+                    state, _ = choice.found
+                    told = choice.path.name, match_best(run, state["progress"], self.config.objective.metric, print)
+            except MantaError as error:  # else the other ranks would wait for nothing
+                told = error
+        told = session.gather(told)[0]
+        if isinstance(told, MantaError):
+            raise told
+        if told is None:
+            return None
+        if state is None:
+            state, _ = load_checkpoint(run.checkpoints / told[0], verified=True)
+        state["progress"]["best"] = told[1]
+        return state
 
     def _summary(self, state: str, test: dict[str, float]) -> dict[str, Any]:
         """summary.json, see docs/run_directory.md."""
