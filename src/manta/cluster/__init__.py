@@ -28,6 +28,8 @@ _ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 
+_OWN = "MANTA_OWN_RAY"  # inherited by all processes of a Ray that `connect` starts
+
 ANSWER_S = 5
 """How long a cluster may take to answer."""
 TELL_S = 15
@@ -41,11 +43,8 @@ def is_running() -> bool:
 
 
 def is_own() -> bool:
-    """Whether the Ray that this process is connected to was started by it, here: `connect` joins all others."""
-    from ray._private import worker
-
-    node: Any = worker._global_node
-    return is_running() and node is not None and node.is_head()
+    """Whether the Ray that this process is connected to was started by a launch and ends with it; also in its workers."""
+    return is_running() and _OWN in os.environ
 
 
 @contextmanager
@@ -62,10 +61,12 @@ def connect(cluster: Cluster) -> Iterator[list[Node]]:
     if ray.is_initialized():  # inside a job of hydra/launcher=ray: its cluster is ours
         yield nodes()
         return
+    os.environ.pop(_OWN, None)
     if cluster.kind == "existing":
         _join(cluster)
     else:
         node = local_node(cluster)
+        os.environ[_OWN] = "1"
         ray.init(
             address="local",
             num_cpus=int(node["CPU"]),
@@ -78,6 +79,7 @@ def connect(cluster: Cluster) -> Iterator[list[Node]]:
         yield nodes()
     finally:
         ray.shutdown()
+        os.environ.pop(_OWN, None)
 
 
 def _join(cluster: Cluster) -> None:
