@@ -1,6 +1,7 @@
 """Searches on a real Ray: what runs, what it costs, what it finds, and what a bad trial does to the others."""
 
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -379,7 +380,7 @@ def test_the_limit_of_concurrent_trials(lab: Lab) -> None:
 
 
 def test_optuna_beats_random(tmp_path: Path) -> None:
-    """On a fixed objective, by the median over ten seeds."""
+    """On a fixed objective, by the median over ten seeds: by a factor of 22 when measured (its own random sampler: 1.4)."""
     from manta.search.algorithms import make_algorithm
     from tests.conftest import compose_run
 
@@ -391,11 +392,9 @@ def test_optuna_beats_random(tmp_path: Path) -> None:
         assert space is not None
         study = Study(tmp_path / f"{search}-{seed}.jsonl", config.objective)
         algorithm = make_algorithm(config, space, print)
-        for number in range(40):
+        for number in range(80):
             values = algorithm.suggest(number)
             assert values is not None
-            import math
-
             distance = (math.log10(values["optimizer.lr"]) + 3) ** 2 + (
                 math.log10(values["optimizer.weight_decay"]) + 4
             ) ** 2
@@ -408,4 +407,4 @@ def test_optuna_beats_random(tmp_path: Path) -> None:
 
     random.seed(0)
     optuna, blind = (sorted(best(search, seed) for seed in range(10)) for search in ("optuna", "random"))
-    assert (optuna[4] + optuna[5]) / 2 < (blind[4] + blind[5]) / 2
+    assert optuna[4] + optuna[5] < (blind[4] + blind[5]) / 4
