@@ -18,11 +18,11 @@ help: ## Show this list
 train: $(READY) ## Set up if needed, then train (defaults: digits, mlp, this machine)
 	@exec $(RUN) train.py $(ARGS)
 
-test: $(READY) ## Set up if needed, then run all tests, two files at a time (ARGS="tests/test_plan.py -x": just those)
+test: $(READY) ## Set up if needed, then run the tests, two files at a time (ARGS="tests/test_plan.py -x": just those)
 	@exec $(RUN) -m pytest $(or $(ARGS),-n 2 --dist loadfile)
 
-drills: $(READY) ## Set up if needed, then break things on purpose, for minutes
-	@exec $(RUN) -m pytest -m drill $(ARGS)
+drills: $(READY) ## Set up if needed, then the long tests: faults by the dozen, whole pages of the docs
+	@exec $(RUN) -m pytest -m drill $(or $(ARGS),-n 2 --dist load)
 
 lint: $(READY) ## Check style and formatting
 	@$(RUN) -m ruff check .

@@ -26,6 +26,8 @@ from manta import config
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LONG = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("search", "tracking", "report", "runs"))]
+"""Pages that take most of a minute and more: left to `make drills`."""
 BLOCK_TIMEOUT_S = 420
 
 FENCE = re.compile(r"^( *)```(\w*)\s*$")
@@ -183,7 +185,7 @@ def evidence(block: Block, code: int, output: str, place: Path) -> str:
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, id=str(page.relative_to(ROOT)))
+        pytest.param(page, id=str(page.relative_to(ROOT)), marks=pytest.mark.drill if page in LONG else ())
         for page in PAGES
         if any(b.runs for b in ALL if b.page == page)
     ],

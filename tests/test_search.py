@@ -188,7 +188,7 @@ def test_best_evaluates_to_what_was_recorded(lab: Lab) -> None:
     assert found["val/loss"] == pytest.approx(recorded["val/loss"], rel=1e-12)
 
 
-@pytest.mark.parametrize("scaling", ["auto", "cpu"])
+@pytest.mark.parametrize("scaling", ["auto", pytest.param("cpu", marks=pytest.mark.drill)])
 def test_the_best_is_trained_again_and_tested(lab: Lab, scaling: str) -> None:
     run = lab.run(
         "search=random", "search.num_samples=2", "training.epochs=2", "training.limit_train_batches=8",
@@ -222,7 +222,14 @@ def test_without_a_refit_the_best_checkpoint_is_tested_once(lab: Lab) -> None:
 # --- population based training -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("search", "scaling"), [("pbt", "auto"), ("pbt", "cpu"), ("pb2", "auto")])
+@pytest.mark.parametrize(
+    ("search", "scaling"),
+    [
+        ("pbt", "auto"),
+        pytest.param("pbt", "cpu", marks=pytest.mark.drill),
+        pytest.param("pb2", "auto", marks=pytest.mark.drill),
+    ],
+)
 def test_an_exploit_copies_weights_and_optimizer(lab: Lab, search: str, scaling: str) -> None:
     """The recipe compares digests inside the trial (see tests.probes.Exploited) and would fail it."""
     run = lab.run(
@@ -295,6 +302,7 @@ def test_a_failed_trial_is_tried_again_from_its_checkpoint(lab: Lab) -> None:
     assert history(trial) == history(same)
 
 
+@pytest.mark.drill
 def test_a_trial_of_two_workers_that_dies_leaves_room_for_the_next(lab: Lab) -> None:
     run = lab.run(
         "search=grid", "search/space=none", "search.space.seed=choice(1,2,4,8,5)", "scaling=cpu", *SHORT, TEST_RECIPE,

@@ -52,7 +52,7 @@ def trials(run: RunDir) -> pd.DataFrame:
 @pytest.mark.parametrize(
     ("search", "kills"),
     [
-        pytest.param(("search=random", "search.num_samples=12"), 5, marks=pytest.mark.drill),
+        (("search=random", "search.num_samples=12"), 5),
         (
             (
                 "search=grid",
@@ -66,6 +66,7 @@ def trials(run: RunDir) -> pd.DataFrame:
     ],
     ids=["random", "grid", "optuna"],
 )
+@pytest.mark.drill
 @pytest.mark.usefixtures("ray_cluster")
 def test_killed_at_random_moments(lab: Lab, search: tuple[str, ...], kills: int) -> None:
     """SIGKILL of the driver; the result is that of a search which was never disturbed (for Optuna, of as many trials)."""

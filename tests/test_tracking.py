@@ -29,8 +29,14 @@ from manta.training.checkpoint import load_checkpoint
 from tests import wandb_files
 from tests.conftest import ROOT, Lab, history, make_config, summary, wait_for
 
-SHORT = ("scaling=in_process", "training.limit_train_batches=8", "training.log_every_n_steps=2")
-TRIALS = ("training.limit_train_batches=8", "training.log_every_n_steps=2", "search.refit_seeds=1")
+# Runs wait for trackers as long as it takes on a busy machine.
+SHORT = (
+    "scaling=in_process",
+    "training.limit_train_batches=8",
+    "training.log_every_n_steps=2",
+    "tracking.finish_s=200",
+)
+TRIALS = (*SHORT[1:], "search.refit_seeds=1")
 pytestmark = pytest.mark.timeout(400)
 
 
@@ -258,10 +264,10 @@ def test_one_run_through_a_killed_worker_and_a_resume(lab: Lab, server: Server) 
 
 
 def test_failed_and_interrupted(lab: Lab, server: Server) -> None:
-    track = ("tracking=[wandb,mlflow]", f"tracking.mlflow.tracking_uri={server.uri}")
+    track = ("tracking=[wandb,mlflow]", f"tracking.mlflow.tracking_uri={server.uri}", SHORT[-1])
     poison = "data.transforms.train=[{_target_: tests.faults.PoisonAt, call: 3}]"
     with pytest.raises(MantaError, match="nan"):
-        lab.launch(*SHORT, *track, "allowed_targets=[manta,torch,tests]", poison)
+        lab.launch(*SHORT[:-1], *track, "allowed_targets=[manta,torch,tests]", poison)
     assert server.run(lab.latest).info.status == "FAILED"
     assert wandb_files.read(lab.latest.path).exit_codes == [1]
     slow = "data.transforms.train=[{_target_: tests.faults.Slow, seconds: 0.05}]"
@@ -332,6 +338,7 @@ def test_a_search_and_its_trials(lab: Lab, server: Server) -> None:
     assert wandb_files.read(run.path).run.job_type == "search"
 
 
+@pytest.mark.drill
 @pytest.mark.usefixtures("ray_cluster")
 def test_trials_that_take_over_weights(lab: Lab) -> None:
     """Paused, resumed and with another's weights, in any process: one run each, every point once."""
@@ -363,6 +370,7 @@ def test_bad_trials_end_in_trackers_too(lab: Lab, server: Server) -> None:
 # --- trackers that are away ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.drill
 def test_a_server_that_hangs_or_dies_hurts_nobody(lab: Lab, tmp_path: Path) -> None:
     """SIGSTOP, later SIGKILL; one warning, exit 0; afterwards it is told what it missed, once."""
     with socket.socket() as free:
