@@ -463,7 +463,7 @@ def test_twenty_at_once_in_one_database(lab: Lab) -> None:
 def test_a_tracker_that_cannot_be_reached_is_said_once(lab: Lab) -> None:
     """W&B online where nothing answers: the run ends well, and its files have everything."""
     away = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}
-    done = lab.command(*SHORT, "tracking=wandb", "tracking.finish_s=4", env={**os.environ, **away})
+    done = lab.command(*SHORT[:-1], "tracking=wandb", "tracking.finish_s=4", env={**os.environ, **away})
     assert done.returncode == FINISHED, done.stdout + done.stderr
     assert "wandb online" in done.stdout
     assert done.stdout.count("scripts/runs.py sync") == 1
