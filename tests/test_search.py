@@ -369,9 +369,8 @@ def test_a_trial_that_can_never_be_placed(lab: Lab, settings: tuple[str, ...], w
 
 
 def test_the_limit_of_concurrent_trials(lab: Lab) -> None:
-    run = lab.run(
-        "search=random", "search.num_samples=5", "training.epochs=3", *QUICK[:2], "search.max_concurrent_trials=2"
-    )
+    """Below the two that there is room for."""
+    run = lab.run("search=random", "search.num_samples=4", "training.epochs=3", *QUICK)
     alive, most = set(), 0
     for event in read_lines(run.path / "search.jsonl"):
         if event["event"] == "reported":
@@ -379,9 +378,9 @@ def test_the_limit_of_concurrent_trials(lab: Lab) -> None:
             most = max(most, len(alive))
         elif event["event"] == "ended":
             alive.discard(event["trial"])
-    assert most <= 2
+    assert most == 1
     pids = {json.loads(path.read_text())["ranks"][0]["pid"] for path in run.path.glob("trials/*/workers.json")}
-    assert len(pids) <= 2
+    assert len(pids) == 1
 
 
 # --- the algorithm itself ----------------------------------------------------------------------------------------------------
