@@ -371,7 +371,7 @@ def test_bad_trials_end_in_trackers_too(lab: Lab, server: Server) -> None:
 
 
 @pytest.mark.drill
-def test_a_server_that_hangs_or_dies_hurts_nobody(lab: Lab, tmp_path: Path) -> None:
+def test_a_server_that_hangs_or_dies_hurts_nobody(lab: Lab, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """SIGSTOP, later SIGKILL; one warning, exit 0; afterwards it is told what it missed, once."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -379,9 +379,10 @@ def test_a_server_that_hangs_or_dies_hurts_nobody(lab: Lab, tmp_path: Path) -> N
     folder = tmp_path / "server"
     folder.mkdir()
     away = start_server(folder, port)
+    request.addfinalizer(lambda: away.process.poll() is None and os.killpg(away.process.pid, signal.SIGKILL))
     slow = "data.transforms.train=[{_target_: tests.faults.Slow, seconds: 0.02}]"
     process = lab.start(
-        *SHORT[:1], "training.epochs=40", "training.limit_train_batches=20", "allowed_targets=[manta,torch,tests]", slow,
+        *SHORT[:1], "training.epochs=80", "training.limit_train_batches=20", "allowed_targets=[manta,torch,tests]", slow,
         "tracking=mlflow", f"tracking.mlflow.tracking_uri={away.uri}", "tracking.finish_s=6",
         env={**os.environ, "MLFLOW_HTTP_REQUEST_TIMEOUT": "3"},
     )  # fmt: skip
@@ -396,7 +397,7 @@ def test_a_server_that_hangs_or_dies_hurts_nobody(lab: Lab, tmp_path: Path) -> N
     assert process.returncode == FINISHED, output
     assert output.count("scripts/runs.py sync") == 1, output
     run = lab.latest
-    assert len(read_lines(run.metrics)) >= 40
+    assert len(read_lines(run.metrics)) >= 80
     back = start_server(folder, port)
     try:
         sync(run, "mlflow", print)
