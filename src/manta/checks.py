@@ -61,8 +61,10 @@ NUMBERS = {
     "training.overfit_batches": ">= 1",
     "scaling.num_workers": ">= 0, <= 100000",
     "scaling.max_workers": ">= 1, <= 100000",
-    "scaling.max_failures": ">= 0",
-    "scaling.timeout_s": f">= 1, <= {30 * 24 * 3600}",
+    "scaling.max_failures": ">= -1",
+    "scaling.max_preemption_failures": ">= -1",
+    "scaling.controller_failure_limit": ">= -1",
+    "scaling.timeout_s": f"> 0, <= {30 * 24 * 3600}",
     "cluster.num_cpus": ">= 1, <= 100000",
     "cluster.num_gpus": ">= 0, <= 10000",
     "cluster.object_store_memory": f">= {75 * 2**20}",  # Ray's own minimum

@@ -56,6 +56,7 @@ class Evaluator:
         sums = torch.zeros(len(self.task.metrics) + 1, dtype=torch.float64, device=session.device)
         batches = self.loaders[split].batches(micro.indices for micro in micros)
         for micro, (inputs, targets) in zip(micros, batches, strict=True):
+            session.pulse(f"evaluating {split}")
             with self.precision.context():
                 logits = model(inputs)
             if micro.real:

@@ -20,7 +20,8 @@ from manta.errors import MantaError
 from manta.session import Agreement, Session
 from manta.training.checkpoint import CheckpointWriter, find_checkpoint, load_checkpoint
 from manta.training.evaluation import Evaluator, make_loader
-from manta.training.learner import Learner, load_weights
+from manta.training.learner import Learner, MicroBatch, load_weights
+from manta.training.loader import Batch
 from manta.training.rng import rng_state, seed_everything, seed_rank, set_rng_state
 from manta.training.sampler import Step, epoch_order, training_steps
 
@@ -179,9 +180,9 @@ class Loop:
         batches = self.loader.batches((micro.indices for step in ahead for micro in step.micros), self.progress.epoch)
         self.watch.start()
         for step in steps:
-            loss = self.learner.step(
-                self.progress.step + 1, step.size, [(*next(batches), micro.real) for micro in step.micros]
-            )
+            self.session.pulse.step = self.progress.step + 1
+            loss = self.learner.step(self.progress.step + 1, step.size, self._load(step, batches))
+            self.session.pulse.warm = True
             self._account(step, loss)
             if profiler is not None:
                 profiler.step()
@@ -195,6 +196,13 @@ class Loop:
                 self._save()
         self.watch.stop()
         return True
+
+    def _load(self, step: Step, batches: Iterator[Batch]) -> list[MicroBatch]:
+        found = []
+        for micro in step.micros:
+            self.session.pulse("loading a batch")
+            found.append((*next(batches), micro.real))
+        return found
 
     def _epoch_over(self) -> bool:
         samples, _ = epoch_length(self.config, self.train_size)
@@ -283,6 +291,7 @@ class Loop:
 
     def _save(self, best: bool = False) -> None:
         self.watch.stop()
+        self.session.pulse("writing a checkpoint")
         session, progress = self.session, self.progress
         ranks = session.gather({"rng": rng_state(session.device), "losses": self.losses.tolist()})
         if self.writer is not None:
