@@ -220,3 +220,21 @@ def fragile_digits(call: int, rank: int = 0, split_seed: int = 0) -> Splits:
     splits = digits(split_seed)
     assert isinstance(splits.train, TensorSet)
     return Splits(_Fragile(splits.train, call, rank), splits.val, splits.test)
+
+
+class Hungry(nn.Module):
+    """A model with batch statistics and dropout that runs out of memory with more than `most` samples at a time."""
+
+    def __init__(self, most: int, eval_most: int = 10**9, rank: int | None = None, **_: object) -> None:
+        super().__init__()
+        self.most, self.eval_most, self.rank = most, eval_most, rank
+        self.layers = nn.Sequential(
+            nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 32), nn.Dropout(0.2), nn.Linear(32, 10)
+        )
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        most = self.most if self.training else self.eval_most
+        if len(inputs) > most and self.rank in (None, _rank()) and inputs.device.type != "meta":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB.")
+        outputs: Tensor = self.layers(inputs)
+        return outputs

@@ -167,6 +167,8 @@ MANY = " ".join(
 VALUES = [
     Bad("seed=4294967296", ("seed=4294967296", "<= 4294967295")),
     Bad("data.batch_size=0", ("data.batch_size=0", ">= 1")),
+    Bad("data.micro_batch_size=much", ("data.micro_batch_size=much", "auto")),
+    Bad("data.micro_batch_size=auto scaling.strategy=fsdp2 scaling=cpu", ("data.micro_batch_size=auto", "fsdp2", "data.micro_batch_size=8")),
     Bad("data.micro_batch_size=128", ("data.micro_batch_size=128", "data.batch_size=64", "null")),
     Bad("data.val_fraction=nan", ("data.val_fraction=nan", "finite", "> 0 and < 1")),
     Bad("data.input_shape=[]", ("data.input_shape=[]", "[3,32,32]")),
@@ -361,7 +363,7 @@ EDGES: dict[str, tuple[list[Any], list[Any]]] = {
     "data.input_shape": ([[0], [1, -1], [2**20 + 1]], [[1], [3, 224, 224]]),
     "data.num_classes": ([0, 10**7 + 1], [1, 21843]),
     "data.batch_size": ([0, 10**8 + 1], [1, 10**8]),
-    "data.micro_batch_size": ([0], [1, None]),
+    "data.micro_batch_size": ([0, "many"], [1, "auto", None]),
     "data.eval_batch_size": ([0, 10**8 + 1], [1, None]),
     "data.num_workers": ([-1, 1025], [0, 64]),
     "data.prefetch_factor": ([0, 1025], [1]),

@@ -62,8 +62,9 @@ class Data:
     """Fetch what is missing under `root` (once a node, under a file lock)."""
     batch_size: int = 64
     """The GLOBAL batch: samples per optimizer step over all workers. Changing `scaling` does not change it."""
-    micro_batch_size: int | None = None
-    """Samples per worker per forward pass; null = the worker's whole share. Smaller values accumulate gradients."""
+    micro_batch_size: int | str | None = None
+    """Samples per worker per forward pass; null = the worker's whole share. Smaller values accumulate gradients; auto = the
+    largest that fits into memory, found by halving before training starts."""
     eval_batch_size: int | None = None
     """Samples per worker per forward pass in evaluation; null = the largest training share."""
     num_workers: int = 0

@@ -349,7 +349,8 @@ def _scaling_rows(config: Config, needs: Needs) -> Rows:
     most = "" if needs.max_workers is None else f" to {needs.max_workers}"
     share = -(-batch // needs.num_workers)
     micro = config.data.micro_batch_size
-    split = f", in micro-batches of {micro}" if micro is not None and micro < share else ""
+    split = f", in micro-batches of {micro}" if isinstance(micro, int) and micro < share else ""
+    split = ", as many at a time as fit" if micro == "auto" else split
     return [
         (
             "workers",

@@ -22,6 +22,7 @@ from manta.training.checkpoint import CheckpointWriter, find_checkpoint, load_ch
 from manta.training.evaluation import Evaluator, make_loader
 from manta.training.learner import Learner, MicroBatch, load_weights
 from manta.training.loader import Batch
+from manta.training.memory import AUTO, explain, find_micro_batch, out_of_memory, settled
 from manta.training.rng import rng_state, seed_everything, seed_rank, set_rng_state
 from manta.training.sampler import Step, epoch_order, training_steps
 
@@ -48,6 +49,8 @@ class Progress:
     """Itself: {"epoch", "step", "metrics"}."""
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     """What was last reported."""
+    micro_batch_size: int | None = None
+    """What `data.micro_batch_size=auto` found."""
 
 
 class Stopwatch:
@@ -111,7 +114,6 @@ class Loop:
         self.learner = Learner(session, config, self.total)
         seed_rank(config.seed, session.rank)
         self.loader = make_loader(session, config, splits, "train")
-        self.evaluate = Evaluator(session, config, splits, self.learner.task)
         self.progress = Progress()
         self.save_due = False
         self.snapshot: dict[str, Any] | None = None
@@ -123,11 +125,40 @@ class Loop:
             CheckpointWriter(session.run.checkpoints, settings.keep, settings.asynchronous) if session.main else None
         )
         self._restore()
+        if config.data.micro_batch_size == AUTO:
+            self._settle()
+        self.evaluate = Evaluator(session, self.config, splits, self.learner.task)
+
+    @property
+    def share(self) -> int:
+        """Samples of a global batch that come to a rank, at most."""
+        return math.ceil(self.config.data.batch_size / self.session.world_size)
+
+    def _settle(self) -> None:
+        """Put a number in the place of `data.micro_batch_size=auto`: that of the checkpoint, or what fits."""
+        number = self.progress.micro_batch_size
+        if number is None:
+            number = find_micro_batch(self.learner, self.share)
+            if self.session.main:
+                print(f"data.micro_batch_size=auto: {number} of a worker's {self.share} samples fit at a time.")
+        self.progress.micro_batch_size = number
+        self.config = settled(self.config, number)
 
     # --- running -------------------------------------------------------------------------------------------------
 
     def run(self) -> dict[str, Any]:
         """Train until finished or asked to stop; {"state": "finished" | "interrupted" | "stopped" (by a search)}."""
+        try:
+            return self._run()
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            said = f"{str(error).strip().splitlines()[0]:.200}"
+        # Only here are the frames gone that hold what was on the device.
+        self.learner.config = self.config
+        raise explain(self.learner, said, self.share)
+
+    def _run(self) -> dict[str, Any]:
         try:
             with self._profiler() as profiler:
                 state = self._epochs(profiler)
@@ -169,6 +200,7 @@ class Loop:
             order = torch.arange(samples)
         else:
             order = epoch_order(self.train_size, self.config.seed, progress.epoch)[:samples]
+        assert not isinstance(data.micro_batch_size, str), "settled"
         steps = training_steps(
             order, progress.offset, data.batch_size, self.session.rank, self.session.world_size, data.micro_batch_size
         )
@@ -312,6 +344,7 @@ class Loop:
                 "metrics": progress.metrics,
                 "validation": progress.validation,
                 "world_size": session.world_size,
+                "micro_batch_size": progress.micro_batch_size,
             }
             self.writer.save(
                 state, meta, best, partial(session.run.write, "summary.json", self._summary("running", {}))
