@@ -15,6 +15,7 @@ from tests.test_failures import CPU, dead, gone, group
 EVERY = ("training.checkpoint.every_n_steps=5", "training.epochs=3", "training.log_every_n_steps=4")
 
 
+@pytest.mark.drill
 @pytest.mark.usefixtures("ray_cluster")
 def test_stuck_then_killed(lab: Lab, capfd: pytest.CaptureFixture[str]) -> None:
     """Rank 0 hangs, then rank 1 is killed: each is told once, and the run ends as if nothing had been."""

@@ -255,12 +255,15 @@ class Launch:
         """Training in this process hangs: raise that there, or, where native code never comes back, end the process."""
         self.interrupts.fail(MantaError(with_way_out(found.message, run), code=FAILED))
         if over(END_S):
+            self.interrupts.failure = None
             return
+        last = threading.Timer(30, os._exit, [FAILED])  # should the disk or the terminal be what hangs
+        last.daemon = True
+        last.start()
         message = with_way_out(found.message, run)
-        self.view.note(found.stack)
         self._record_failure(run, message, FAILED)
-        self.view.close()
         print(f"Error: {message}", file=sys.__stderr__, flush=True)
+        self.view.note(f"{message}\n{found.stack}")
         os._exit(FAILED)
 
     def _settle(self, run: RunDir, state: str) -> None:

@@ -155,8 +155,7 @@ class Loop:
                 raise
             said = f"{str(error).strip().splitlines()[0]:.200}"
         # Only here are the frames gone that hold what was on the device.
-        self.learner.config = self.config
-        raise explain(self.learner, said, self.share)
+        raise explain(self.learner, self.config.data, said, self.share)
 
     def _run(self) -> dict[str, Any]:
         try:

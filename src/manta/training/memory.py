@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from manta.config import Config
+from manta.config import Config, Data
 from manta.errors import FAILED, MantaError
 from manta.runs import META, with_way_out
 from manta.training.learner import Learner
@@ -61,9 +61,9 @@ def find_micro_batch(learner: Learner, share: int) -> int:
         count = math.ceil(count / 2)
 
 
-def explain(learner: Learner, said: str, share: int) -> MantaError:
+def explain(learner: Learner, data: Data, said: str, share: int) -> MantaError:
     """What to change after memory ran out in the middle of training. No frame may hold on to what was on the device."""
-    session, data = learner.session, learner.config.data
+    session = learner.session
     evaluating = session.pulse.phase.startswith("evaluating")
     micro = data.micro_batch_size if isinstance(data.micro_batch_size, int) else None
     key, size = "data.micro_batch_size", min(micro or share, share)
