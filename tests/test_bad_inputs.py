@@ -363,7 +363,7 @@ EDGES: dict[str, tuple[list[Any], list[Any]]] = {
     "data.input_shape": ([[0], [1, -1], [2**20 + 1]], [[1], [3, 224, 224]]),
     "data.num_classes": ([0, 10**7 + 1], [1, 21843]),
     "data.batch_size": ([0, 10**8 + 1], [1, 10**8]),
-    "data.micro_batch_size": ([0, "many"], [1, "auto", None]),
+    "data.micro_batch_size": ([0], [1, "auto", None]),
     "data.eval_batch_size": ([0, 10**8 + 1], [1, None]),
     "data.num_workers": ([-1, 1025], [0, 64]),
     "data.prefetch_factor": ([0, 1025], [1]),
