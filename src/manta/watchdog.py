@@ -115,13 +115,14 @@ class Watchdog:
             if self.idle_s < limit_s:
                 if asked_s:  # it was only slow
                     shutil.rmtree(self.reports, ignore_errors=True)
-                    asked_s = 0.0
-                if self.reports.is_dir():  # somebody else asks
+                    asked_s *= self.reports.is_dir()  # another rank was just writing its answer: once more
+                elif self.reports.is_dir():  # somebody else asks
                     with suppress(Exception):
                         self._report(frame, limit_s)
                 continue
             asked_s += passed
             try:
+                self.reports.mkdir(exist_ok=True)
                 self._report(frame, limit_s)
                 verdict = self._judge(limit_s, asked_s > grace_s)
                 if verdict is not None:
@@ -147,7 +148,6 @@ class Watchdog:
                 texts.append(f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(other))}")
         folder = self.run.path / "stacks"
         folder.mkdir(exist_ok=True)
-        self.reports.mkdir(exist_ok=True)
         (folder / f"rank-{self.rank}.txt").write_text("\n".join(texts))
         write_json(
             self.reports / f"rank-{self.rank}.json",

@@ -214,6 +214,7 @@ class Restarts:
 
     def record(self, kind: str, cause: str, time: str = "") -> None:
         """Args: cause: in words, for a restart that will be."""
+        cause = cause.rstrip(".")
         self.counts[kind] += 1
         step = self.run.read("checkpoints/last/meta.json").get("step", 0)
         entry = {"time": time or now(), "kind": kind, "cause": cause, "step": step, "world_size": None}
@@ -223,7 +224,7 @@ class Restarts:
         limit = self.limits.get(kind, -1)
         which = f"restart {self.counts[kind]}" + (f" of {limit}" if limit >= 0 else "")
         where = f"continuing from step {step}" if step else "starting over, for there is no checkpoint yet"
-        self.say(f"{cause[:1].upper()}{cause[1:].rstrip('.')}; {where}, {which}{_KINDS[kind]}.")
+        self.say(f"{cause[:1].upper()}{cause[1:]}; {where}, {which}{_KINDS[kind]}.")
 
     def follow(self) -> None:
         """Record what the controller has written since the last call."""
