@@ -62,7 +62,7 @@ def _foreign(value: Any) -> set[str]:
 
 class Troubled(PyTorchRecipe):
     """A trial's seed says what becomes of it: 2 raises, 4 is killed, 6 meets a NaN, 8 loses the process that drives its
-    workers; the others are well."""
+    workers, 10 hangs; the others are well."""
 
     def train(self, session: Session, config: Config) -> dict[str, Any]:
         if config.seed == 8 and session.main:
@@ -72,6 +72,7 @@ class Troubled(PyTorchRecipe):
             2: {"_target_": "tests.faults.RaiseAt", "call": 8},
             4: {"_target_": "tests.faults.KillAt", "call": 8, "marker": marker},
             6: {"_target_": "tests.faults.PoisonAt", "call": 8},
+            10: {"_target_": "tests.faults.HangAt", "call": 8, "rank": session.world_size - 1},
         }.get(config.seed)
         if trouble is not None:
             config.data.transforms.train.append(trouble)

@@ -61,8 +61,10 @@ NUMBERS = {
     "training.overfit_batches": ">= 1",
     "scaling.num_workers": ">= 0, <= 100000",
     "scaling.max_workers": ">= 1, <= 100000",
-    "scaling.max_failures": ">= 0",
-    "scaling.timeout_s": f">= 1, <= {30 * 24 * 3600}",
+    "scaling.max_failures": ">= -1",
+    "scaling.max_preemption_failures": ">= -1",
+    "scaling.controller_failure_limit": ">= -1",
+    "scaling.timeout_s": f"> 0, <= {30 * 24 * 3600}",
     "cluster.num_cpus": ">= 1, <= 100000",
     "cluster.num_gpus": ">= 0, <= 10000",
     "cluster.object_store_memory": f">= {75 * 2**20}",  # Ray's own minimum
@@ -88,6 +90,7 @@ NUMBERS = {
     "search.scheduler.quantile_fraction": "> 0, <= 0.5",
     "search.scheduler.resample_probability": ">= 0, <= 1",
 }
+OR_AUTO = ("scaling.num_workers", "data.micro_batch_size")  # which rules of their own look at
 CHOICES = {
     "objective.mode": ("max", "min"),
     "scheduler.unit": ("step", "epoch", "validation"),
@@ -152,7 +155,7 @@ def numbers(config: Config) -> Iterator[str]:
         given = value_of(config, key)
         for value in given if isinstance(given, list) else [given]:
             if not _is_number(value):
-                if value is not None and key != "scaling.num_workers":
+                if value is not None and key not in OR_AUTO:
                     yield f"{key}={_typed(given)} is not a number. {_bounds(key)}"
             elif math.isfinite(value) and not _within(value, bounds):
                 yield f"{key}={_typed(given)} is out of range. {_bounds(key)}"
@@ -227,9 +230,17 @@ def batches(config: Config) -> Iterator[str]:
                 f"data.batch_size={data.batch_size} is the global batch, too small for scaling.{key}={most}: "
                 f"each worker needs a sample. Set data.batch_size={most} or scaling.{key}={data.batch_size}."
             )
-    if data.micro_batch_size is not None and data.micro_batch_size > data.batch_size > 0:
+    micro = data.micro_batch_size
+    if isinstance(micro, str) and micro != "auto":
+        yield f"data.micro_batch_size={micro} must be a number of samples, auto (as many as fit) or null (no splitting)."
+    elif micro == "auto" and scaling.strategy == "fsdp2":
         yield (
-            f"data.micro_batch_size={data.micro_batch_size} is a part of data.batch_size={data.batch_size} and cannot "
+            "data.micro_batch_size=auto tries on each worker alone what fits, and with scaling.strategy=fsdp2 no worker can "
+            "compute alone. Set data.micro_batch_size=8, say."
+        )
+    elif isinstance(micro, int) and micro > data.batch_size > 0:
+        yield (
+            f"data.micro_batch_size={micro} is a part of data.batch_size={data.batch_size} and cannot "
             "be larger. Set data.micro_batch_size=null for no splitting."
         )
     size = math.prod(data.input_shape)

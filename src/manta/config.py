@@ -62,8 +62,9 @@ class Data:
     """Fetch what is missing under `root` (once a node, under a file lock)."""
     batch_size: int = 64
     """The GLOBAL batch: samples per optimizer step over all workers. Changing `scaling` does not change it."""
-    micro_batch_size: int | None = None
-    """Samples per worker per forward pass; null = the worker's whole share. Smaller values accumulate gradients."""
+    micro_batch_size: int | str | None = None
+    """Samples per worker per forward pass; null = the worker's whole share. Smaller values accumulate gradients; auto = the
+    largest that fits into memory, found by halving before training starts."""
     eval_batch_size: int | None = None
     """Samples per worker per forward pass in evaluation; null = the largest training share."""
     num_workers: int = 0
@@ -186,9 +187,17 @@ class Scaling:
     strategy: str = "ddp"
     """ddp, or fsdp2 for models that do not fit on one device."""
     max_failures: int = 0
-    """How often a lost worker is replaced and training resumed from the last checkpoint before the run fails."""
-    timeout_s: int = 1800
-    """Seconds a collective may take before the process group gives up."""
+    """How often the workers are started again, from the last checkpoint, when one of them failed, died or got stuck; -1 =
+    without end. 0 on one machine, where what failed once mostly fails again; 3 with multi_node and elastic."""
+    max_preemption_failures: int = -1
+    """The same for nodes that were taken away with notice, which do not count as failures; -1 = without end."""
+    controller_failure_limit: int | None = None
+    """How often a group of workers that cannot start is tried again; -1 = without end; null = 3, without end if the run is
+    elastic, which waits for nodes."""
+    timeout_s: float | None = 1800.0
+    """Seconds without progress (a batch, a step, an evaluated batch) before training counts as stuck: the rank to blame is
+    named and the workers are started again (`max_failures`) or the run fails; null = wait for ever. The first step, which
+    may compile, has 300 s in any case."""
 
 
 @dataclass

@@ -169,6 +169,13 @@ def measure(session: Any, config: Config, checkpoint: Path, splits: list[str]) -
     return recipe.evaluate(session, config, checkpoint, splits)
 
 
+def _measure_on_worker(session: Any, config: Config, checkpoint: Path, splits: list[str]) -> dict[str, float]:
+    from manta.session import loaders_in_words, watched
+
+    with watched(session, config), loaders_in_words(session, config):
+        return measure(session, config, checkpoint, splits)
+
+
 def _on_ray(config: Config, run: RunDir, view: View, checkpoint: Path, splits: list[str]) -> dict[str, float]:
     """`measure` on Ray Train workers; Ray's own messages are kept only if it fails."""
     scratch = RunDir(run.path / f".evaluating-{os.getpid()}")
@@ -181,7 +188,7 @@ def _on_ray(config: Config, run: RunDir, view: View, checkpoint: Path, splits: l
         scratch.path.mkdir()
         view.open_log(scratch.log)
         try:
-            return on_workers(config, scratch, needs, view, measure, arguments, what="Evaluation")
+            return on_workers(config, scratch, needs, view, _measure_on_worker, arguments, what="Evaluation")
         except MantaError as error:
             keep = error.code == FAILED
             raise

@@ -1,8 +1,10 @@
 """From a valid configuration to an outcome: the one place that knows how a run is started, watched and ended."""
 
+import os
 import shlex
 import shutil
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -20,16 +22,21 @@ from manta.cluster import connect, has_cuda, is_running, worker_lines
 from manta.config import Config
 from manta.errors import FAILED, FINISHED, INTERRUPTED, INVALID, MantaError
 from manta.plan import REHEARSAL, Needs
-from manta.runs import RunDir
+from manta.runs import RunDir, with_way_out
 from manta.targets import build
 from manta.tracking import enabled
 from manta.tracking.live import settle
 from manta.view import Rows, View, number, table
+from manta.watchdog import Verdict
 from manta.workers import Tail, on_workers
 
 if TYPE_CHECKING:
     from manta.recipes import Recipe
     from manta.search.space import Space
+
+
+END_S = 10.0
+"""How long training may take to end after it was told that it is stuck."""
 
 
 class Interrupts:
@@ -42,6 +49,8 @@ class Interrupts:
         self.say, self.count = say, 0
         self.ask: Callable[[], None] | None = None
         """Asks the training that is under way to stop; raises KeyboardInterrupt if there is nothing to save yet."""
+        self.failure: MantaError | None = None
+        """Raised in the main thread at the next signal."""
 
     def asked(self) -> bool:
         return self.count > 0
@@ -65,7 +74,16 @@ class Interrupts:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, self._handle)
 
+    def fail(self, error: MantaError) -> None:
+        """From another thread: raise this in the main one, also if it sleeps or waits for something."""
+        self.failure = error
+        if signal.getsignal(signal.SIGINT) == self._handle:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
     def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if self.failure is not None:
+            error, self.failure = self.failure, None
+            raise error
         self.count += 1
         if self.count > 1 or self.ask is None:
             for each in (signal.SIGINT, signal.SIGTERM):  # what ends now ends undisturbed
@@ -216,10 +234,7 @@ class Launch:
             code = failure.code if isinstance(failure, MantaError) else FAILED
             if before is not None and code == INVALID:  # what cannot be is not what the run continues with next time
                 (run.path / "config.yaml").write_bytes(before)
-            with suppress(OSError):  # of a full disk, say
-                run.update_status(state=runs.FAILED, finished=runs.now(), error=str(failure), exit_code=code)
-                _set_summary_state(run, runs.FAILED)
-                self._settle(run, runs.FAILED)
+            self._record_failure(run, str(failure), code)
             if failure is error:
                 raise
             raise failure from error
@@ -229,6 +244,27 @@ class Launch:
         self._settle(run, state)
         view.say(result(run, state, time.monotonic() - began))
         return Outcome(code, run)
+
+    def _record_failure(self, run: RunDir, message: str, code: int) -> None:
+        with suppress(OSError):  # of a full disk, say
+            run.update_status(state=runs.FAILED, finished=runs.now(), error=message, exit_code=code)
+            _set_summary_state(run, runs.FAILED)
+            self._settle(run, runs.FAILED)
+
+    def _stuck(self, run: RunDir, found: Verdict, over: Callable[[float], bool]) -> None:
+        """Training in this process hangs: raise that there, or, where native code never comes back, end the process."""
+        self.interrupts.fail(MantaError(with_way_out(found.message, run), code=FAILED))
+        if over(END_S):
+            self.interrupts.failure = None
+            return
+        last = threading.Timer(30, os._exit, [FAILED])  # should the disk or the terminal be what hangs
+        last.daemon = True
+        last.start()
+        message = with_way_out(found.message, run)
+        self._record_failure(run, message, FAILED)
+        print(f"Error: {message}", file=sys.__stderr__, flush=True)
+        self.view.note(f"{message}\n{found.stack}")
+        os._exit(FAILED)
 
     def _settle(self, run: RunDir, state: str) -> None:
         """Trackers hear how it ended, if nobody told them."""
@@ -243,6 +279,7 @@ class Launch:
         with self.view.capture_prints():
             self.interrupts.ask = lambda: None  # the session looks at `asked`
             mine = session.plain(run, self.config.scaling.use_gpu, self.interrupts.asked, self.view.update)
+            mine.stuck = partial(self._stuck, run)
             if needs.use_gpu and mine.device.type == "cpu":
                 self.view.say(REHEARSAL)
             return session.train(mine, self.config)
@@ -315,7 +352,8 @@ def _scaling_rows(config: Config, needs: Needs) -> Rows:
     most = "" if needs.max_workers is None else f" to {needs.max_workers}"
     share = -(-batch // needs.num_workers)
     micro = config.data.micro_batch_size
-    split = f", in micro-batches of {micro}" if micro is not None and micro < share else ""
+    split = f", in micro-batches of {micro}" if isinstance(micro, int) and micro < share else ""
+    split = ", as many at a time as fit" if micro == "auto" else split
     return [
         (
             "workers",

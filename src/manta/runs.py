@@ -143,6 +143,7 @@ class RunDir:
                 "attempt_started": now(),
                 "finished": None,
                 "attempts": attempt,
+                "restarts": status.get("restarts", []),
                 "host": socket.gethostname(),
                 "pid": os.getpid(),
                 "error": None,
@@ -267,6 +268,12 @@ def storage_failure(error: OSError, run: RunDir) -> MantaError | None:
         f"python train.py resume={shlex.quote(str(run))}",
         code=FAILED_CODE,
     )
+
+
+def with_way_out(message: str, run: RunDir, *changes: str) -> str:
+    """A message of what went wrong, and how to go on; changes: settings that would help."""
+    command = " ".join(["python train.py", f"resume={shlex.quote(str(run))}", *changes])
+    return f"{message}\nResume from the last checkpoint: {command}"
 
 
 def link_or_copy(source: str | Path, target: str | Path) -> None:
