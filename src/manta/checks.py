@@ -62,6 +62,7 @@ NUMBERS = {
     "scaling.num_workers": ">= 0, <= 100000",
     "scaling.max_workers": ">= 1, <= 100000",
     "scaling.max_failures": ">= 0",
+    "scaling.elastic_resize_monitor_interval_s": ">= 1",
     "scaling.timeout_s": f">= 1, <= {30 * 24 * 3600}",
     "cluster.num_cpus": ">= 1, <= 100000",
     "cluster.num_gpus": ">= 0, <= 10000",
