@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import signal
+import time
 from typing import Any
 
 from hydra.core.utils import JobReturn
@@ -16,6 +17,7 @@ from manta.data.load import load_splits
 from manta.recipes.pytorch import PyTorchRecipe
 from manta.session import Session
 from manta.training.loop import Loop
+from manta.training.sampler import Step
 
 
 class Net(nn.Module):
@@ -127,3 +129,27 @@ class Returned(Callback):
 
     def on_job_end(self, job_return: JobReturn, **_: Any) -> None:
         print(f"returned {job_return._return_value}")
+
+
+class Recorded(PyTorchRecipe):
+    """The default recipe; every rank writes which samples it used in which step into samples-<pid>.jsonl."""
+
+    def train(self, session: Session, config: Config) -> dict[str, Any]:
+        loop = Loop(session, config, load_splits(config.data, config.allowed_targets))
+        attempt, account = session.gather(time.time())[0], loop._account
+        path = session.run.path / f"samples-{session.rank}-{attempt}.jsonl"
+
+        def account_and_record(step: Step, loss: Tensor) -> None:
+            account(step, loss)
+            samples = [int(each) for micro in step.micros if micro.real for each in micro.indices]
+            line = {
+                "step": loop.progress.step,
+                "attempt": attempt,
+                "world_size": session.world_size,
+                "samples": samples,
+            }
+            with open(path, "a") as file:
+                file.write(json.dumps(line) + "\n")
+
+        loop._account = account_and_record  # type: ignore[method-assign]
+        return loop.run()

@@ -64,6 +64,7 @@ NUMBERS = {
     "scaling.max_failures": ">= -1",
     "scaling.max_preemption_failures": ">= -1",
     "scaling.controller_failure_limit": ">= -1",
+    "scaling.elastic_resize_monitor_interval_s": ">= 1",
     "scaling.timeout_s": f"> 0, <= {30 * 24 * 3600}",
     "cluster.num_cpus": ">= 1, <= 100000",
     "cluster.num_gpus": ">= 0, <= 10000",

@@ -175,6 +175,8 @@ class Scaling:
     """Training workers; 0 = in this process, without Ray; auto = one per GPU, else one on CPU."""
     max_workers: int | None = None
     """With a number here the run is elastic between `num_workers` and this (Ray's `num_workers=(min, max)`)."""
+    elastic_resize_monitor_interval_s: float = 60.0
+    """For an elastic run: seconds between looks at whether nodes have come that it could grow to."""
     use_gpu: bool | None = None
     """One GPU per worker; null = if there are any."""
     resources_per_worker: dict[str, float | None] = field(default_factory=lambda: {"CPU": None, "GPU": None})

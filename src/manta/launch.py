@@ -35,12 +35,15 @@ if TYPE_CHECKING:
     from manta.search.space import Space
 
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 END_S = 10.0
 """How long training may take to end after it was told that it is stuck."""
 
 
 class Interrupts:
-    """SIGINT and SIGTERM of this process: while training the first asks to stop after a checkpoint.
+    """Signals of this process that ask it to end: while training the first asks to stop after a checkpoint.
+
+    Ctrl-C is SIGINT; batch systems and clouds send SIGTERM or SIGUSR1 some time before they kill.
 
     A second one, and any before training has begun, stops at once.
     """
@@ -60,7 +63,7 @@ class Interrupts:
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.getsignal(number) for number in _SIGNALS}
         self.listen()
         try:
             yield self
@@ -71,7 +74,7 @@ class Interrupts:
     def listen(self) -> None:
         """Take the signals; again after ray.init, which puts in a SIGTERM handler of its own that exits."""
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in _SIGNALS:
                 signal.signal(number, self._handle)
 
     def fail(self, error: MantaError) -> None:
@@ -86,7 +89,7 @@ class Interrupts:
             raise error
         self.count += 1
         if self.count > 1 or self.ask is None:
-            for each in (signal.SIGINT, signal.SIGTERM):  # what ends now ends undisturbed
+            for each in _SIGNALS:  # what ends now ends undisturbed
                 signal.signal(each, signal.SIG_IGN)
             raise KeyboardInterrupt
         self.say(f"{signal.Signals(number).name}: stopping after a checkpoint (once more stops at once)")

@@ -3,6 +3,7 @@
 Three makers: `plain` (this process), `ray_worker` (a Ray Train worker), `tune_trial` (a Tune trial's own process).
 """
 
+import math
 import os
 import re
 import socket
@@ -28,6 +29,8 @@ from manta.watchdog import Pulse, Stuck, Watchdog, begin
 
 AGREE_EVERY_S = 1.0
 ALONE_EVERY_S = 0.1
+NOTICE_EVERY_S = 5.0
+"""Seconds between checkpoints while a node of the run is about to be taken away."""
 
 
 @dataclass
@@ -42,6 +45,8 @@ class Session:
     node_rank: int = 0
     stop: Callable[[], bool] = lambda: False
     """Whether this rank has been asked to checkpoint and stop."""
+    noticed: Callable[[], bool] = lambda: False
+    """Whether this rank has heard that a node of the run will be taken away."""
     on_report: Callable[[dict[str, Any]], None] | None = None
     """Called on rank 0 with every line reported."""
     watched: bool = False
@@ -135,6 +140,7 @@ class Agreement:
         self.session, self.every_s = session, checkpoint_every_s
         self.checked_at = self.saved_at = time.monotonic()
         self.checked_step, self.next_step = 0, 0
+        self.noticed = False
 
     def begin(self, step: int) -> None:
         self.checked_step, self.next_step = step, step + 1
@@ -147,7 +153,7 @@ class Agreement:
         now = time.monotonic()
         if step < self.next_step or (self.session.world_size == 1 and now - self.checked_at < ALONE_EVERY_S):
             return False, False
-        stop, due = self.session.stop(), self.every_s is not None and now - self.saved_at >= self.every_s
+        stop, due = self.session.stop(), self._due(now)
         if self.session.world_size == 1:
             self.checked_at = now
             return stop, due
@@ -157,6 +163,13 @@ class Agreement:
         agreed = self.session.sum(mine).tolist()
         self.checked_at, self.checked_step, self.next_step = now, step, step + int(agreed[2])
         return agreed[0] > 0, agreed[1] > 0
+
+    def _due(self, now: float) -> bool:
+        """Whether it is time for a checkpoint. While a notice stands what is done since the last one may get lost any moment."""
+        first = not self.noticed and self.session.noticed()
+        self.noticed |= first
+        every_s = min(self.every_s or math.inf, NOTICE_EVERY_S) if self.noticed else self.every_s
+        return first or (every_s is not None and now - self.saved_at >= every_s)
 
 
 def plain(
@@ -203,9 +216,23 @@ def ray_worker(run: RunDir, use_gpu: bool, patience: timedelta) -> Session:
     )
     if session.main:
         session.stop = run.stop_file.exists
+    session.noticed = _is_preempted
     if session.world_size > 1:
         session._control = dist.new_group(backend="gloo", timeout=patience)
     return session
+
+
+def _is_preempted() -> bool:
+    """Whether Ray has told this worker that a node of its group is being drained.
+
+    What `ray.train.get_preemption_info` asks all ranks for, through an actor; the watcher tells each of them.
+    """
+    from ray.train.v2._internal.execution.context import get_train_context
+
+    try:
+        return get_train_context().preemption_context.preemption_info is not None
+    except AttributeError:  # in another version of Ray
+        return False
 
 
 def describe(session: Session) -> dict[str, Any]:

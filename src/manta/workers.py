@@ -176,8 +176,9 @@ def _trainer(config: Config, run: RunDir, needs: Needs, backend: str, payload: d
     return (lean(TorchTrainer) if is_own() else TorchTrainer)(
         _worker,
         train_loop_config=payload,
-        scaling_config=ScalingConfig(
+        scaling_config=ScalingConfig(  # type: ignore[call-arg]
             num_workers=workers,
+            elastic_resize_monitor_interval_s=config.scaling.elastic_resize_monitor_interval_s,
             use_gpu=needs.use_gpu,
             resources_per_worker=needs.per_worker,
             placement_strategy=needs.placement_strategy,
