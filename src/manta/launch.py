@@ -1,5 +1,6 @@
 """From a valid configuration to an outcome: the one place that knows how a run is started, watched and ended."""
 
+import os
 import shlex
 import shutil
 import signal
@@ -21,7 +22,7 @@ from manta.config import Config
 from manta.errors import FAILED, FINISHED, INTERRUPTED, INVALID, MantaError
 from manta.plan import REHEARSAL, Needs
 from manta.runs import RunDir
-from manta.targets import build
+from manta.targets import ALLOWED_TARGETS, build
 from manta.tracking import enabled
 from manta.tracking.live import settle
 from manta.view import Rows, View, number, table
@@ -98,6 +99,7 @@ def launch(
         MantaError: the request is invalid or can never be satisfied (then nothing was written), or training failed.
     """
     view = View()
+    os.environ[ALLOWED_TARGETS] = ",".join(config.allowed_targets)  # for its own processes, which read config.yaml
     if previous is not None and _nothing_left(config, previous):
         more = f"training.epochs={2 * (config.training.epochs or 1)}"
         if space is not None:
