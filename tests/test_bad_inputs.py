@@ -337,6 +337,8 @@ LAUNCHES = [
     # searches
     Bad("search=bohb", ("search.algorithm.name=bohb needs hpbandster and ConfigSpace", "pip install -e '.[bohb]'")),
     # the run to resume
+    Bad("resume={here}/run 'tracking.csv=${data.name}'", ("tracking.csv=${data.name} has the wrong type", "a group of settings")),
+    Bad("resume={here}/run 'tags=${data.nmae}'", ("tags=${data.nmae} has the wrong type, or leads nowhere", "a list")),
     Bad("resume={here}/nowhere", ("resume={here}/nowhere", "no such directory", "latest")),
     Bad("resume=latest", ("resume=latest", "there is no run under", "python train.py")),
     Bad("resume={here}/empty", ("resume={here}/empty", "is not a run directory", "config.yaml")),

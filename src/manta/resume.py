@@ -18,6 +18,7 @@ from manta.checkpoints import choose, finish_replacing, sizes
 from manta.config import SCHEMA_VERSION, Config, absolute
 from manta.errors import MantaError
 from manta.runs import RunDir, is_locked
+from manta.schema import expected
 from manta.search.domains import read
 from manta.search.settings import POPULATION
 from manta.targets import ALLOWED_TARGETS, is_own
@@ -103,8 +104,14 @@ def restore(cfg: DictConfig, overrides: list[str]) -> tuple[DictConfig, RunDir]:
                 "Leave it out, or start a new run without resume=."
             )
         with open_dict(saved):
-            value: Any = OmegaConf.select(cfg, key)
-            OmegaConf.update(saved, key, value, merge=False, force_add=True)
+            try:
+                value: Any = OmegaConf.select(cfg, key)
+                OmegaConf.update(saved, key, value, merge=False, force_add=True)
+            except OmegaConfBaseException as error:  # of an interpolation; plain values were looked at before
+                wanted = expected(Config, key) or "something else"
+                raise MantaError(
+                    f"{override.input_line} has the wrong type, or leads nowhere: {key} must be {wanted}."
+                ) from error
     return saved, run
 
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 MARK = "manta.lock"
 """In Ray's session folder: ours, and locked for as long as the process lives that started this Ray."""
@@ -44,7 +44,8 @@ def session_folder() -> Iterator[None]:
     """Of the Ray that has just been started: ours while in here, then gone. Those of killed launches go too."""
     import ray
 
-    folder = Path(ray._private.worker._global_node.get_session_dir_path())
+    node: Any = ray._private.worker._global_node
+    folder = Path(node.get_session_dir_path())
     remove_sessions(folder.parent)
     with open(folder / MARK, "w") as mark:
         fcntl.flock(mark, fcntl.LOCK_EX)
@@ -57,7 +58,9 @@ def session_folder() -> Iterator[None]:
 
 def remove_sessions(temporary: Path | None = None) -> list[Path]:
     """Remove the folders of our own Rays whose launch was killed; never one that a living process uses or others made."""
-    temporary = temporary or Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray"
+    temporary = (
+        temporary or Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp") / "ray"
+    )  # as Ray has it
     removed = []
     for mark in temporary.glob(f"session_*/{MARK}"):
         folder = mark.parent
