@@ -47,6 +47,28 @@ class KillAt:
         return batch
 
 
+class KillInWrite:
+    """SIGKILL as KillAt does, once half of the `call`-th checkpoint is written."""
+
+    def __init__(self, call: int, marker: str, pid_file: str = "") -> None:
+        import manta.training.checkpoint as checkpoint
+
+        kill, write = KillAt(call, marker, pid_file=pid_file), checkpoint._write_state
+
+        def half(path: Path, state: dict[str, object]) -> object:
+            found = write(path, state)
+            content = path.read_bytes()
+            path.write_bytes(content[: len(content) // 2])
+            kill(torch.empty(0))
+            path.write_bytes(content)
+            return found
+
+        setattr(checkpoint, "_write_state", half)
+
+    def __call__(self, batch: Tensor) -> Tensor:
+        return batch
+
+
 class DamageAt:
     """Rank 0 damages its newest checkpoint (one bit) and kills itself at its `call`-th training batch, once."""
 

@@ -7,9 +7,10 @@ anything heavy is imported. Inside the code there are only these plain objects, 
 import copy
 import os
 import re
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -351,7 +352,9 @@ class Config:
     traceback: bool = False
     """Show Python tracebacks with errors."""
     allowed_targets: list[str] = field(default_factory=lambda: ["manta", "torch", "torchvision"])
-    """Packages that a `_target_` may come from."""
+    """Packages that a `_target_` may come from. Of `manta`: data, models, recipes, training; of `torch`: nn, optim; of
+    `torchvision`: models, ops, transforms. A run's directory is not believed about other installed packages: name them again
+    on resume, and for the scripts in the environment (MANTA_ALLOWED_TARGETS=a,b)."""
     objective: Objective = field(default_factory=Objective)
     """What better means."""
     model: dict[str, Any] = field(default_factory=dict)
@@ -412,7 +415,19 @@ def from_hydra(cfg: DictConfig) -> Config:
     except OmegaConfBaseException as error:
         raise MantaError(_broken(error, cfg)) from error
     assert isinstance(config, Config)
+    for key, value in _no_groups(config):  # an interpolation put something else there
+        raise MantaError(f"{key}={value} has the wrong type: {key} must be {expected(Config, key)}.")
     return config
+
+
+def _no_groups(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Groups of settings that are something else."""
+    for name, hint in get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        if is_dataclass(hint) and not isinstance(value, cast(type, hint)):
+            yield f"{prefix}{name}", value
+        elif is_dataclass(hint):
+            yield from _no_groups(value, f"{prefix}{name}.")
 
 
 def absolute(path: str) -> str:

@@ -23,7 +23,7 @@ from manta.config import Config
 from manta.errors import FAILED, FINISHED, INTERRUPTED, INVALID, MantaError
 from manta.plan import REHEARSAL, Needs
 from manta.runs import RunDir, with_way_out
-from manta.targets import build
+from manta.targets import ALLOWED_TARGETS, build
 from manta.tracking import enabled
 from manta.tracking.live import settle
 from manta.view import Rows, View, number, table
@@ -119,6 +119,7 @@ def launch(
         MantaError: the request is invalid or can never be satisfied (then nothing was written), or training failed.
     """
     view = View()
+    os.environ[ALLOWED_TARGETS] = ",".join(config.allowed_targets)  # for its own processes, which read config.yaml
     if previous is not None and _nothing_left(config, previous):
         more = f"training.epochs={2 * (config.training.epochs or 1)}"
         if space is not None:

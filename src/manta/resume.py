@@ -1,5 +1,6 @@
 """resume=: a run continues with its own saved configuration; what else the command line sets is applied on top."""
 
+import os
 import socket
 import time
 from collections.abc import Iterable
@@ -17,8 +18,10 @@ from manta.checkpoints import choose, finish_replacing, sizes
 from manta.config import SCHEMA_VERSION, Config, absolute
 from manta.errors import MantaError
 from manta.runs import RunDir, is_locked
+from manta.schema import expected
 from manta.search.domains import read
 from manta.search.settings import POPULATION
+from manta.targets import ALLOWED_TARGETS, is_own
 
 # What a run is. With another one of these it would be another run.
 _IDENTITY = (
@@ -33,8 +36,11 @@ _FREE_IN_A_SEARCH = (
 _GROUPS_OF_A_NEW_RUN = ("experiment", "debug", "model", "data", "optimizer", "scheduler")
 
 
-def load(run: RunDir) -> DictConfig:
+def load(run: RunDir, allowed: Iterable[str] = ()) -> DictConfig:
     """A run's saved configuration, typed.
+
+    A directory may be a stranger's, so it does not say which installed packages are trusted: the command that uses it
+    does, by `allowed` or in the environment. The project's own code needs no word.
 
     Raises:
         MantaError: it was written by another version of the schema, or changed by hand into something invalid.
@@ -55,6 +61,8 @@ def load(run: RunDir) -> DictConfig:
     except OmegaConfBaseException as error:
         raise MantaError(f"{path} is not a valid configuration: {error}") from error
     assert isinstance(typed, DictConfig)
+    trusted = {*allowed, *os.environ.get(ALLOWED_TARGETS, "").split(",")}
+    typed.allowed_targets = [each for each in typed.allowed_targets if is_own(each) or each in trusted]
     return typed
 
 
@@ -68,9 +76,14 @@ def restore(cfg: DictConfig, overrides: list[str]) -> tuple[DictConfig, RunDir]:
         MantaError: no such run, it is still running, or an override would make it another run.
     """
     run = runs.find(str(cfg.resume), absolute(cfg.storage.path))
+    if not os.access(run.path, os.W_OK | os.X_OK):
+        raise MantaError(
+            f"resume: {run} cannot be written: it may be another user's. Copy it to a place of your own and resume the copy, "
+            "or mend its permissions."
+        )
     _refuse_parts(run)
     _wait_for_survivors(run)
-    saved = load(run)
+    saved = load(run, cfg.allowed_targets)
     is_search = bool(saved.search.algorithm)
     if not is_search:
         finish_replacing(run.checkpoints)
@@ -91,8 +104,14 @@ def restore(cfg: DictConfig, overrides: list[str]) -> tuple[DictConfig, RunDir]:
                 "Leave it out, or start a new run without resume=."
             )
         with open_dict(saved):
-            value: Any = OmegaConf.select(cfg, key)
-            OmegaConf.update(saved, key, value, merge=False, force_add=True)
+            try:
+                value: Any = OmegaConf.select(cfg, key)
+                OmegaConf.update(saved, key, value, merge=False, force_add=True)
+            except OmegaConfBaseException as error:  # of an interpolation; plain values were looked at before
+                wanted = expected(Config, key) or "something else"
+                raise MantaError(
+                    f"{override.input_line} has the wrong type, or leads nowhere: {key} must be {wanted}."
+                ) from error
     return saved, run
 
 

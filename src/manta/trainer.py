@@ -56,7 +56,26 @@ def _join(backend: str, patience: timedelta, address: str, port: int) -> None:
         "NODE_RANK": context.get_node_rank(),
     }
     os.environ.update({name: str(value) for name, value in places.items()})
-    dist.init_process_group(backend, timeout=patience)
+    store = _loopback_store(address, port, patience) if address == "127.0.0.1" else None
+    where: dict[str, Any] = (
+        {}
+        if store is None
+        else {"store": store, "rank": context.get_world_rank(), "world_size": context.get_world_size()}
+    )
+    dist.init_process_group(backend, timeout=patience, **where)
+
+
+def _loopback_store(address: str, port: int, timeout: timedelta) -> Any:
+    """Where the ranks meet, on loopback as the rest of a Ray of our own: torch alone would listen on every interface."""
+    import socket
+
+    from torch.distributed import distributed_c10d as c10d
+
+    context = ray.train.get_context()
+    rank, world_size = context.get_world_rank(), context.get_world_size()
+    listener = socket.create_server((address, port)).detach() if rank == 0 else None
+    tcp_store: Any = getattr(c10d, "TCPStore")  # noqa: B009
+    return tcp_store(address, port, world_size, rank == 0, timeout, multi_tenant=False, master_listen_fd=listener)
 
 
 def _leave() -> None:

@@ -121,6 +121,7 @@ def make_parser(script: str) -> ArgumentParser:
     listed.add_argument("--limit", type=int, metavar="N", help="at most so many")
     listed.add_argument("--trials", action="store_true", help="trials and refits of searches too")
     _add_format(listed)
+    add("clean", "Remove what killed launches left behind: folders and processes of their Ray. No run is touched.")
     add("show", "Everything about one run.").add_argument("run", metavar="RUN", help=RUN_HELP)
     compared = add("compare", "What differs between runs: settings, metrics (* is the better), code.", many="runs")
     compared.add_argument("runs", nargs="+", metavar="RUN", help=RUN_HELP)
@@ -321,6 +322,14 @@ def _sync(arguments: Namespace, hand: Hand) -> int:
     return FINISHED
 
 
+def _clean(_arguments: Namespace, _hand: Hand) -> int:
+    from manta.cluster.own import remove_sessions
+
+    removed = remove_sessions()
+    print("\n".join(f"removed {folder}" for folder in removed) or "nothing was left")
+    return FINISHED
+
+
 COMMANDS: dict[str, Callable[[Namespace, Hand], int]] = {
     "list": _list,
     "show": _show,
@@ -331,4 +340,5 @@ COMMANDS: dict[str, Callable[[Namespace, Hand], int]] = {
     "rm": _rm,
     "csv": _csv,
     "sync": _sync,
+    "clean": _clean,
 }

@@ -13,7 +13,7 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -54,6 +54,8 @@ class Job:
     """Its existence asks every trial to checkpoint and stop."""
     folder: str
     """Where the command was typed."""
+    allowed_targets: list[str] = field(default_factory=list)
+    """What the command trusts."""
     watched: bool = True
     """Whether the search decides after every validation (not when the best is trained again)."""
 
@@ -166,7 +168,7 @@ class Trial(Trainable):
         run, job = self.run, self.job
         if job.stop_file.exists():
             return Training(lambda _: runs.INTERRUPTED)
-        config = OmegaConf.to_object(load(run))
+        config = OmegaConf.to_object(load(run, job.allowed_targets))
         assert isinstance(config, Config)
         status = run.read("status.json")
         run.write(

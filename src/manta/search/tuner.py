@@ -248,7 +248,7 @@ class Search:
 
     def _tuner(self) -> tune.Tuner:
         search, objective = self.config.search, self.config.objective
-        job = Job(self.needs, self.use_gpu, self.stop_file, os.getcwd())
+        job = Job(self.needs, self.use_gpu, self.stop_file, os.getcwd(), self.config.allowed_targets)
         return tune.Tuner(
             self.trainable(job, slots=self.at_once if self.slotted else None),
             tune_config=tune.TuneConfig(
@@ -370,7 +370,9 @@ class Refit:
 
     def _tuner(self, wanted: list[RunDir]) -> tune.Tuner:
         search = self.search
-        job = Job(search.needs, search.use_gpu, search.stop_file, os.getcwd(), watched=False)
+        job = Job(
+            search.needs, search.use_gpu, search.stop_file, os.getcwd(), search.config.allowed_targets, watched=False
+        )
         return tune.Tuner(
             search.trainable(job),
             param_space={"run": tune.grid_search([str(run.path) for run in wanted]), "heard": 0},
@@ -391,7 +393,7 @@ class Refit:
 
         search = self.search
         best = RunDir(search.run.path / "best")
-        config = from_hydra(load(best))
+        config = from_hydra(load(best, search.config.allowed_targets))
         checkpoint = best.path / "checkpoint"
         if search.needs.num_workers > 1:
             from manta.workers import on_workers
