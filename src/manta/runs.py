@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -28,7 +28,7 @@ from typing import Any
 
 import yaml
 
-from manta.config import Config
+from manta.config import Config, Storage, absolute
 from manta.errors import FAILED as FAILED_CODE
 from manta.errors import MantaError
 
@@ -215,7 +215,7 @@ def create(config: Config) -> RunDir:
     Raises:
         MantaError: it cannot be written there.
     """
-    root = Path(config.storage.path)
+    root = config.storage.folder
     moment = datetime.now()
     stem = moment.strftime("%H-%M-%S") + (f"-{config.name}" if config.name else "")
     day = root / moment.strftime("%Y-%m-%d")
@@ -230,7 +230,8 @@ def create(config: Config) -> RunDir:
                 continue
     except OSError as error:
         raise MantaError(
-            f"storage.path={config.storage.path} cannot be written: {error.strerror}. Choose another: storage.path=<folder>"
+            f"storage.{'cache' if config.storage.is_remote else 'path'}={root} cannot be written: {error.strerror}. "
+            "Choose another: storage.path=<folder>"
         ) from error
     return RunDir(path)
 
@@ -279,14 +280,23 @@ def link_or_copy(source: str | Path, target: str | Path) -> None:
         shutil.copy2(source, target)
 
 
-def find(spec: str, storage: str, key: str = "resume") -> RunDir:
-    """The run called `latest`, or the one at a path (from here, or below storage.path).
+def find(spec: str, storage: Storage, key: str = "resume") -> RunDir:
+    """The run called `latest`, or the one at a path (from here, or below storage.path), or at an address of a bucket.
 
     Raises:
         MantaError: there is none, or it is no run directory.
     """
-    root = Path(storage)
-    if spec == "latest":
+    storage = replace(storage, path=absolute(storage.path), cache=absolute(storage.cache))
+    root, brought = storage.folder, None
+    if spec.startswith("s3://") or (storage.is_remote and not Path(spec).expanduser().exists()):
+        from manta.storage import remote
+
+        root, brought = Path(storage.path), remote.find(spec, storage, key)
+        if brought is None:
+            raise MantaError(f"{key}={spec}: there is no such run in {storage.path}.")
+    if brought is not None:
+        path = brought
+    elif spec == "latest":
         path = root / "latest"
         if not path.exists():
             raise MantaError(f"{key}=latest: there is no run under {root} yet. Start one: python train.py")
