@@ -24,12 +24,15 @@ from pyarrow import fs
 
 from manta.catalog.commands import COMMANDS, Hand, parse
 from manta.catalog.commands import main as catalog
+from manta.checkpoints import verify
 from manta.config import Storage
 from manta.errors import MantaError
 from manta.evaluate import Arguments, evaluate
 from manta.launch import launch
-from manta.runs import RunDir
-from manta.training.checkpoint import load_checkpoint
+from manta.runs import RunDir, find_checkpoint, read_lines
+from manta.storage.bucket import Away
+from manta.storage.mirror import Mirror
+from manta.training.checkpoint import CheckpointWriter, load_checkpoint
 from tests.conftest import ROOT, Lab, compose_run, history, make_config, summary, wait_for
 from tests.test_cluster import SHORT, Head, free_port, start_head
 from tests.test_failures import fault
@@ -105,6 +108,12 @@ def test_a_folder_that_the_nodes_share(lonely: tuple[Head, Path], lab: Lab) -> N
 
 KEYS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "very-secret", "AWS_EC2_METADATA_DISABLED": "true"}
 QUICK = ("scaling=in_process", "training.epochs=3", "training.limit_train_batches=6", "data.batch_size=32")
+
+SEARCH = (
+    "search=random", "search.num_samples=2", "search.max_concurrent_trials=1", "search.refit=false", "search.report=false",
+    "scaling.num_workers=1", "scaling.resources_per_worker={CPU: 1}", "search.space.data.batch_size=null", "data.batch_size=32",
+    "training.limit_train_batches=6",
+)  # fmt: skip
 
 
 class Server:
@@ -422,6 +431,162 @@ def test_addresses(wrong: str, said: tuple[str, ...]) -> None:
     assert all(each in str(refused.value) for each in said), str(refused.value)
 
 
+class Memory:
+    """A bucket that fails after so many changes, and does something just before each."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.left, self.changes, self.before = 10**9, 0, lambda: None
+        self.url = "s3://memory"
+
+    def _change(self) -> None:
+        self.before()
+        self.left, self.changes = self.left - 1, self.changes + 1
+        if self.left < 0:
+            raise Away("NETWORK_CONNECTION")
+
+    def put(self, key: str, content: bytes) -> None:
+        self._change()
+        self.objects[key] = content
+
+    def put_file(self, key: str, source: Path, size: int | None = None) -> None:
+        self._change()
+        self.objects[key] = source.read_bytes()[:size]
+
+    def remove(self, key: str) -> None:
+        self._change()
+        self.objects.pop(key, None)
+
+    def remove_folder(self, key: str) -> None:
+        self._change()
+        self.objects = {name: content for name, content in self.objects.items() if not name.startswith(f"{key}/")}
+
+
+class Trained:
+    """A search of one trial, which writes as training does: history, checkpoint, summary, then the search's log."""
+
+    def __init__(self, folder: Path) -> None:
+        self.search = RunDir(folder / "2026-11-30" / "10-00-00")
+        self.trial = RunDir(self.search.path / "trials" / "00000")
+        self.writer = CheckpointWriter(self.trial.checkpoints, keep=1, asynchronous=False)
+        for run in (self.search, self.trial):
+            (run.path / "config.yaml").write_text("seed: 0")
+            run.write("status.json", {"state": "running"})
+        self.step = 0
+
+    def train(self) -> None:
+        self.step += 1
+        with open(self.trial.metrics, "a") as file:
+            file.write(json.dumps({"step": self.step}) + "\n")
+        metrics_bytes = self.trial.metrics.stat().st_size
+        state = {
+            "learner": {"step": torch.tensor(self.step)},
+            "progress": {},
+            "ranks": [],
+            "metrics_bytes": metrics_bytes,
+        }
+        meta = {"step": self.step, "epoch": self.step, "metrics": {}, "metrics_bytes": metrics_bytes}
+        self.writer.save(
+            state,
+            meta,
+            self.step == 1 or self.step % 3 == 0,
+            lambda: self.trial.write("summary.json", {"step": self.step}),
+        )
+        with open(self.search.path / "search.jsonl", "a") as file:
+            file.write(json.dumps({"epoch": self.step}) + "\n")
+
+    def resumable(self, objects: dict[str, bytes], folder: Path) -> int:
+        """The step that the bucket's copy goes on from, with everything that this takes; 0 from the beginning."""
+        for key, content in objects.items():
+            path = folder / key
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if key.endswith(".link"):
+                path.with_name(path.name.removesuffix(".link")).symlink_to(content.decode())
+            else:
+                path.write_bytes(content)
+        search = RunDir(folder / "run")
+        trial, log = RunDir(search.path / "trials" / "00000"), read_lines(search.path / "search.jsonl")
+        named = [find_checkpoint(trial.checkpoints, name) for name in ("last", "best")]
+        step = load_checkpoint(named[0])[1]["step"] if named[0] else 0
+        if named[0] is not None:
+            assert named[1] is not None and verify(named[1])["step"] in (1, *range(0, 100, 3))
+            assert trial.metrics.stat().st_size >= verify(named[0])["metrics_bytes"]
+        assert trial.read("summary.json").get("step", 0) <= step
+        assert all(line["epoch"] <= step for line in log)
+        return int(step)
+
+
+@pytest.mark.parametrize("meanwhile", [False, True])
+def test_the_bucket_can_be_resumed_from_at_any_moment(tmp_path: Path, meanwhile: bool) -> None:
+    """Cut after each of its changes, also while training goes on and retires what is being brought."""
+    cuts = 0
+    while True:
+        trained, bucket = Trained(tmp_path / f"{cuts}"), Memory()
+        mirror = Mirror(trained.search.path, bucket, "run")  # type: ignore[arg-type]
+        trained.train()
+        assert mirror.turn()
+        for _ in range(3):
+            trained.train()
+        bucket.left = cuts
+        bucket.before = trained.train if meanwhile else bucket.before
+        with suppress(Away):
+            mirror.turn()
+        step = trained.resumable(dict(bucket.objects), tmp_path / f"{cuts}-cut")
+        assert 1 <= step <= trained.step
+        bucket.before = lambda: None
+        if bucket.left >= 0:
+            break
+        bucket.left = 10**9
+        assert Mirror(trained.search.path, bucket, "run").turn()  # type: ignore[arg-type]
+        assert {f"run/{name}": content for name, content in files_of(trained.search).items()} == bucket.objects
+        cuts += 1
+    assert cuts >= 10 and step >= 4
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_search(cloud: Cloud) -> None:
+    """With its trials and its best; where nothing of it is here it goes on from the bucket, and trains only what is new."""
+    assert cloud.launch(*SEARCH, "training.epochs=2") == 0
+    search = cloud.latest
+    assert is_all_there(cloud, search)
+    there = cloud.elsewhere("there")
+    assert there.launch("resume=latest", "search.num_samples=3") == 0
+    assert summary(there.latest)["trials"] == {"running": 0, "finished": 3, "stopped": 0, "failed": 0}
+    assert summary(there.latest)["epochs"] == 6
+    assert is_all_there(there, there.latest)
+    for old in ("trials/00000/metrics.jsonl", "trials/00001/metrics.jsonl"):
+        assert (there.latest.path / old).read_bytes() == (search.path / old).read_bytes()
+
+
+@pytest.mark.ray
+@pytest.mark.drill
+@pytest.mark.timeout(600)
+def test_a_search_is_killed(cloud: Cloud, capfd: pytest.CaptureFixture[str]) -> None:
+    """Killed in mid-search and resumed on another machine: no trial is lost or trained twice, and all of it is in the bucket."""
+    marker = cloud.here / "killed"
+    pid_file = cloud.here / "pid"
+    settings = (*SEARCH, "training.epochs=2", "cluster.num_cpus=2")
+    killed = cloud.start(*settings, *fault("KillAt", call=9, marker=marker, pid_file=pid_file))
+    pid_file.write_text(str(killed.pid))
+    assert killed.wait(timeout=200) == -signal.SIGKILL
+    here = cloud.latest
+    wait_until(lambda: is_all_there(cloud, here))
+    before = cloud.objects(here)
+    assert "trials/00000/checkpoints/last.link" in before
+    there = cloud.elsewhere("there")
+    done = there.command("resume=latest", "search.num_samples=3", "cluster.num_cpus=2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    search = there.latest
+    assert summary(search)["trials"] == {"running": 0, "finished": 3, "stopped": 0, "failed": 0}
+    assert summary(search)["epochs"] == 6
+    assert is_all_there(there, search)
+    assert here.path.is_dir()
+    assert evaluate(arguments(cloud, run="latest")) == 0
+    assert f"{here} is a search: taking its best" in capfd.readouterr().out
+    assert "best/evaluation-best.json" in cloud.objects(here)
+
+
 # --- a bucket that is away ---------------------------------------------------------------------------------------------
 
 
@@ -491,3 +656,46 @@ def test_away_at_the_end(cloud: Cloud, capfd: pytest.CaptureFixture[str]) -> Non
     assert catalog(["runs.py", "upload", str(run.path)], ROOT) == 0
     assert json.loads(cloud.objects(run)["summary.json"])["step"] == 24
     assert is_all_there(cloud, run)
+
+
+# --- a disk that fails -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["read-only", "gone"])
+def test_lost_in_mid_run(lab: Lab, undisturbed: RunDir, way: str) -> None:
+    """Exit 1 in plain words; when the directory is there again, the run goes on and ends the same."""
+    if way == "read-only" and not can_mount():
+        pytest.skip("mounting a file system is not allowed here")
+    with pytest.raises(MantaError) as failed:
+        lab.launch(*QUICK, *fault("LoseAt", call=9, folder=lab.folder, way=way))
+    path = Path((lab.folder / "lost").read_text())
+    if way == "gone":
+        said = f"{path} is gone. The last whole checkpoint is kept"
+        assert not path.exists()
+        (lab.folder / "elsewhere").rename(path)
+    else:
+        said = f"Read-only file system ({path}/checkpoints/"
+        subprocess.run(["umount", "--lazy", path / "checkpoints"], check=True)
+    assert failed.value.code == 1
+    assert str(failed.value).startswith(f"Storage failed: {said}"), str(failed.value)
+    assert str(failed.value).endswith(f"python train.py resume={path}")
+    assert lab.launch("resume=latest") == 0
+    same(RunDir(path), undisturbed)
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_full_disk_in_a_search(small_disk: Path) -> None:
+    """The search says it as a run does, names itself, trains no further trial, and goes on when there is room again."""
+    small, filler = Lab(small_disk), small_disk / "filler"
+    full = fault("FillAt", call=9, path=filler, leave=60_000, once="'*/*/trials/*/summary.json'")
+    with pytest.raises(MantaError) as failed:
+        small.launch(*SEARCH, "training.epochs=3", *full)
+    search = small.latest
+    assert failed.value.code == 1
+    assert str(failed.value).startswith("Storage failed: No space left on device ("), str(failed.value)
+    assert str(failed.value).endswith(f"python train.py resume={search}")
+    assert [run.path.parent.name for run in map(RunDir, search.path.glob("trials/*/metrics.jsonl"))] == ["00000"]
+    filler.write_bytes(b"")
+    assert small.launch("resume=latest") == 0
+    assert summary(search)["trials"]["finished"] == 2

@@ -242,6 +242,7 @@ class Launch:
             yield url
         finally:
             self.interrupts.ask = None
+            self.interrupts.listen()  # Ctrl-C: enough of waiting
             following.end()
 
     def _attempt(
@@ -270,7 +271,7 @@ class Launch:
             state = runs.INTERRUPTED
         except (Exception, SystemExit) as error:
             view.note("".join(traceback.format_exception(error)))
-            failure = (isinstance(error, OSError) and runs.storage_failure(error, run)) or error
+            failure = error if isinstance(error, MantaError) else runs.storage_failure(error, run) or error
             code = failure.code if isinstance(failure, MantaError) else FAILED
             if before is not None and code == INVALID:  # what cannot be is not what the run continues with next time
                 (run.path / "config.yaml").write_bytes(before)

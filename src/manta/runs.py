@@ -258,16 +258,56 @@ def exchange(one: Path, other: Path) -> bool:
     return bool(rename(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0)
 
 
-def storage_failure(error: OSError, run: RunDir) -> MantaError | None:
-    """What the disk did, in words; None for another kind of OSError."""
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE):
+STORAGE_FAILED = "Storage failed"
+
+
+def storage_failure(error: BaseException, run: RunDir) -> MantaError | None:
+    """What the disk did, in words, if that is what an error comes from; else None."""
+    cause: BaseException | None = error
+    while cause is not None and not (isinstance(cause, OSError) and _is_of_storage(cause, run)):
+        cause = cause.__cause__
+    if cause is None:
         return None
-    where = error.filename or run
+    assert isinstance(cause, OSError)
+    whole = _launched(run)
+    what = f"{cause.strerror} ({cause.filename or run})" if run.path.is_dir() else f"{run} is gone"
     return MantaError(
-        f"Storage failed: {error.strerror} ({where}). The last whole checkpoint is kept. When {run} can be written again: "
-        f"python train.py resume={shlex.quote(str(run))}",
+        f"{STORAGE_FAILED}: {what}. The last whole checkpoint is kept. When {whole} can be written again: "
+        f"python train.py resume={shlex.quote(str(whole))}",
         code=FAILED_CODE,
     )
+
+
+def _is_of_storage(error: OSError, run: RunDir) -> bool:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOTCONN):
+        return True
+    if error.errno in (errno.ENOENT, errno.ENOTDIR):
+        return not run.path.is_dir()
+    ours = isinstance(error.filename, str) and Path(error.filename).is_relative_to(run.path)
+    return ours and error.errno in (errno.EACCES, errno.EPERM)
+
+
+def _launched(run: RunDir) -> RunDir:
+    """What a resume takes: of a trial or a refit, its search."""
+    if run.path.parent.name == "trials":
+        return RunDir(run.path.parents[1])
+    return RunDir(run.path.parents[2]) if run.path.parents[1].name == "refit" else run
+
+
+@contextmanager
+def explaining(run: RunDir) -> Iterator[None]:
+    """What the disk does in here is said in words.
+
+    Raises:
+        MantaError: it failed.
+    """
+    try:
+        yield
+    except OSError as error:
+        failure = storage_failure(error, run)
+        if failure is None:
+            raise
+        raise failure from error
 
 
 def link_or_copy(source: str | Path, target: str | Path) -> None:
@@ -288,7 +328,7 @@ def find(spec: str, storage: Storage, key: str = "resume") -> RunDir:
     """
     storage = replace(storage, path=absolute(storage.path), cache=absolute(storage.cache))
     root, brought = storage.folder, None
-    if spec.startswith("s3://") or (storage.is_remote and not Path(spec).expanduser().exists()):
+    if spec.startswith("s3://") or (storage.is_remote and (spec == "latest" or not Path(spec).expanduser().exists())):
         from manta.storage import remote
 
         root, brought = Path(storage.path), remote.find(spec, storage, key)

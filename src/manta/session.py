@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from manta.config import Config
-from manta.runs import FAILED, INTERRUPTED, MetricsFile, RunDir, finite, writing
+from manta.runs import FAILED, INTERRUPTED, MetricsFile, RunDir, explaining, finite, writing
 from manta.targets import build
 from manta.tracking.live import Live
 
@@ -206,6 +206,12 @@ def _placement_group() -> str | None:
 
 def train(session: Session, config: Config) -> str:
     """Run the configured recipe on this rank; "finished", "interrupted" or "stopped" (by a search)."""
+    with explaining(session.run):
+        return _told(session, config)
+
+
+def _told(session: Session, config: Config) -> str:
+    """Train, and tell trackers of it."""
     if not session.main:
         session.gather(describe(session))
         return _train(session, config)

@@ -187,7 +187,7 @@ def _train(run: RunDir, config: Config, job: Job, heard: int, decide: Decide, tr
             raise MantaError(f"{metric} is {metrics[metric]} after epoch {validation['epoch']}.", code=FAILED)
         return decide({**validation, metric: metrics[metric]})
 
-    with runs.writing(run):
+    with runs.explaining(run), runs.writing(run):
         continue_from(run, verify, print)  # before anything is read of its last checkpoint
         adopt(run)
     if job.watched and any(watched(validation) for validation in _unheard(run, metric, heard)):

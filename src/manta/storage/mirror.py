@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -275,7 +276,8 @@ def follow(mirror: Mirror, end: threading.Event, finish_s: float, say: Callable[
             failures += 1
             if failures == 1:
                 say(f"Storage {mirror.bucket.url} does not answer ({error}). Training goes on, retrying.")
-        except OSError as error:  # of our own disk, which training meets too
+        except Exception as error:  # of our own disk, which training meets too, or one that nobody thought of
+            traceback.print_exc()
             failures += 1
             if failures == 1:
                 say(f"{mirror.run} cannot be brought to {mirror.bucket.url}: {error}. Retrying.")

@@ -34,6 +34,8 @@ SMALL_FILES = (
     "metrics.jsonl",
 )
 _RUN = re.compile(r"(s3://.+?)/(\d{4}-\d\d-\d\d/[^/]+)(/.+)?")
+ADDED_S = 30.0
+"""How long a script waits at most for a bucket that is away."""
 TELL_S = 3.0
 """After which the end of a run says what it waits for."""
 
@@ -161,10 +163,13 @@ def download(bucket: Bucket, key: str, run: RunDir, only: Iterable[str] | None =
         only: names of its files; None: all.
     """
     new = run.path.with_name(f".downloading-{run.path.name}-{os.getpid()}")
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir(parents=True)
     try:
-        _fill(bucket, key, new, only)
+        for _ in range(3):  # somebody may be training it, and retire a checkpoint meanwhile
+            shutil.rmtree(new, ignore_errors=True)
+            new.mkdir(parents=True)
+            _fill(bucket, key, new, only)
+            if only is not None or all(path.exists() for path in new.rglob("checkpoints/*")):
+                break
         if run.path.exists():
             _put_aside(run)
         new.rename(run.path)
@@ -251,7 +256,8 @@ class Following:
         arguments = {"run": str(run.path), "key": key, "storage": asdict(storage)}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "manta.storage.mirror", json.dumps(arguments)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=open(run.path / ".mirror.log", "a"), text=True,
+            start_new_session=True,
         )  # fmt: skip
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
@@ -293,9 +299,10 @@ def bring_back(run: RunDir, storage: Storage, say: Say) -> None:
     if key is not None:
         whole = RunDir(storage.folder.joinpath(*Path(key).parts[:2]))
         if not is_locked(whole):  # else its own process does
-            upload(whole, storage, say)
+            upload(whole, replace(storage, finish_s=min(storage.finish_s, ADDED_S)), say)
 
 
 def upload(run: RunDir, storage: Storage, say: Say) -> bool:
     """Bring what is not in the bucket yet; whether all of it is there now."""
-    return Following(run, storage, say).end()
+    mirror = Mirror(run.path, None, "")  # type: ignore[arg-type]
+    return not mirror.missing() or Following(run, storage, say).end()
