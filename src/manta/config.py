@@ -385,7 +385,11 @@ class Config:
 
 
 def register() -> None:
-    """Make the schema known to Hydra; conf/config.yaml names it first in its defaults list."""
+    """Make the schema known to Hydra; conf/config.yaml names it first in its defaults list.
+
+    The resolver `folder` is where results of a `storage.path` are on this machine.
+    """
+    OmegaConf.register_new_resolver("folder", lambda path, cache: str(Storage(path, cache=cache).folder), replace=True)
     ConfigStore.instance().store(name="schema", node=Config)
 
 

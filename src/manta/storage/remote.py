@@ -218,7 +218,7 @@ def refresh(storage: Storage) -> Path:
     """What lists of runs show, of all runs in the bucket; the folder where it is.
 
     Raises:
-        MantaError: the bucket cannot be read.
+        MantaError: the bucket cannot be read, and there is nothing of it here.
     """
     bucket = Bucket(storage)
     try:
@@ -231,7 +231,9 @@ def refresh(storage: Storage) -> Path:
                 download(bucket, key, run, SMALL_FILES)
         _mend_latest(storage, (bucket.get(f"latest{LINK}") or b"").decode())
     except Away as error:
-        raise _unreadable(storage, error) from error
+        if not storage.folder.is_dir():
+            raise _unreadable(storage, error) from error
+        print(f"{storage.path} cannot be read ({error}): this is what is here.", file=sys.stderr, flush=True)
     return storage.folder
 
 
@@ -254,11 +256,11 @@ class Following:
         self.run, self.storage, self.say = run, storage, say
         self.whole = False
         arguments = {"run": str(run.path), "key": key, "storage": asdict(storage)}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "manta.storage.mirror", json.dumps(arguments)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=open(run.path / ".mirror.log", "a"), text=True,
-            start_new_session=True,
-        )  # fmt: skip
+        with open(run.path / ".mirror.log", "a") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "manta.storage.mirror", json.dumps(arguments)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True,
+            )  # fmt: skip
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
 
