@@ -594,8 +594,8 @@ def in_mid_run(cloud: Cloud, run: "subprocess.Popen[str]", step: int) -> RunDir:
     """The run, once a checkpoint of this step or later is in the bucket."""
 
     def there() -> bool:
-        found = sorted(cloud.objects())
-        return any(name.endswith("meta.json") and int(name.split("/step-")[1][:8]) >= step for name in found)
+        named = [content for name, content in cloud.objects().items() if name.endswith("checkpoints/last.link")]
+        return any(int(content.decode().removeprefix("step-")) >= step for content in named)
 
     wait_for(there, run)
     return cloud.latest
