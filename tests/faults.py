@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -90,16 +91,41 @@ class DamageAt:
 class FillAt:
     """Fill the file system of `path` up to `leave` bytes at the `call`-th training batch, once a checkpoint is whole."""
 
-    def __init__(self, call: int, path: str, leave: int) -> None:
-        self.call, self.path, self.leave, self.calls = call, Path(path), leave, 0
+    def __init__(self, call: int, path: str, leave: int, once: str = "*/*/summary.json") -> None:
+        self.call, self.path, self.leave, self.once, self.calls = call, Path(path), leave, once, 0
 
     def __call__(self, batch: Tensor) -> Tensor:
         self.calls += 1
         if self.calls == self.call and not self.path.exists():
-            while not list(self.path.parent.glob("*/*/summary.json")):
+            while not list(self.path.parent.glob(self.once)):
                 time.sleep(0.01)
             found = os.statvfs(self.path.parent)
             self.path.write_bytes(bytes(found.f_bavail * found.f_frsize - self.leave))
+        return batch
+
+
+class LoseAt:
+    """At the `call`-th training batch, once a checkpoint is whole: the checkpoints can only be read any more, or are gone.
+
+    Args:
+        folder: of all runs; this is the only one.
+    """
+
+    def __init__(self, call: int, folder: str, way: str, once: str = "*/*/summary.json") -> None:
+        self.call, self.folder, self.way, self.once, self.calls = call, Path(folder), way, once, 0
+
+    def __call__(self, batch: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == self.call and not (self.folder / "lost").exists():
+            while not (found := list(self.folder.glob(self.once))):
+                time.sleep(0.01)
+            (self.folder / "lost").write_text(str(found[0].parent))
+            if self.way == "gone":
+                found[0].parent.rename(self.folder / "elsewhere")
+            else:
+                where = found[0].parent / "checkpoints"
+                subprocess.run(["mount", "--bind", where, where], check=True)
+                subprocess.run(["mount", "-o", "remount,bind,ro", where], check=True)
         return batch
 
 

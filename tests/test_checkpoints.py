@@ -755,22 +755,6 @@ def test_sizes_and_hashes_are_those_of_the_files(made: RunDir) -> None:
     assert files == {"state.pt": {"bytes": state.stat().st_size, "sha256": said}}
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 6 MB of its own."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", folder], capture_output=True, check=False
-    )
-    if mounted.returncode != 0:
-        pytest.skip("mounting a file system is not allowed here")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", folder], check=True)
-
-
 @pytest.mark.parametrize(
     "way", ["asynchronous=true", "asynchronous=false", pytest.param("on a worker", marks=pytest.mark.ray)]
 )

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from manta.config import CLUSTER_KINDS, PRECISIONS, SCHEMA_VERSION, STRATEGIES, Config
+from manta.config import CLUSTER_KINDS, PRECISIONS, SCHEMA_VERSION, STRATEGIES, Config, Storage
 from manta.errors import MantaError, nearest
 from manta.schema import help_text
 from manta.search import rules as search
@@ -71,6 +71,7 @@ NUMBERS = {
     "cluster.num_gpus": ">= 0, <= 10000",
     "cluster.object_store_memory": f">= {75 * 2**20}",  # Ray's own minimum
     "cluster.wait_s": ">= 0",
+    "storage.finish_s": ">= 0",
     "tracking.finish_s": "> 0",
     "search.num_samples": ">= 1, <= 1000000",
     "search.time_budget_s": "> 0",
@@ -319,18 +320,48 @@ def folders(config: Config) -> Iterator[str]:
     for key in ("storage.path", "data.root"):
         if not value_of(config, key).strip():
             yield f"{key}='' must be a folder."
-    if "://" in config.storage.path:
-        yield f"storage.path={config.storage.path} must be a folder (a mounted or shared one, on several nodes): URLs are not supported."
-    else:
-        path = Path(config.storage.path)
-        there = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
-        if not there.is_dir():
-            yield f"storage.path={path} cannot be created: {there} is not a folder. Set storage.path to another place."
-        elif not os.access(there, os.W_OK | os.X_OK):
-            yield f"storage.path={path} cannot be written: no permission in {there}. Set storage.path to another place."
+    storage = config.storage
+    if storage.is_remote:
+        yield from _bucket(storage)
+    key, path = ("storage.cache", Path(storage.cache)) if storage.is_remote else ("storage.path", Path(storage.path))
+    there = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
+    if not there.is_dir():
+        yield f"{key}={path} cannot be created: {there} is not a folder. Set {key} to another place."
+    elif not os.access(there, os.W_OK | os.X_OK):
+        yield f"{key}={path} cannot be written: no permission in {there}. Set {key} to another place."
     root = Path(config.data.root)
     if "://" not in config.data.root and root.exists() and not (root.is_dir() and os.access(root, os.R_OK | os.X_OK)):
         yield f"data.root={root} is not a readable folder. Set data.root to another place or mend its permissions."
+
+
+def _bucket(storage: Storage) -> Iterator[str]:
+    """An address of a bucket, and no key in it: settings are written to files."""
+    path, url = storage.path, storage.endpoint_url
+    kind, _, rest = path.partition("://")
+    if kind != "s3":
+        yield (
+            f"storage.path={path} must be a folder (on several nodes one that all of them share) or s3://bucket/folder; "
+            f"there is nothing for {kind}://. Mount it, or use a server with S3's API (storage.endpoint_url)."
+        )
+    elif "@" in rest or "?" in rest:
+        yield (
+            "storage.path has more in it than s3://bucket/folder, and settings are written to files. Keys belong into the "
+            "environment or .env (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY), the server's address into storage.endpoint_url."
+        )
+    elif not re.fullmatch(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9._+=-]+)*/?", rest) or {".", ".."} & set(
+        rest.split("/")
+    ):
+        yield (
+            f"storage.path={path} must be s3://bucket/folder: a bucket's name has 3 to 63 small letters, digits, dots and "
+            "dashes, a folder's letters, digits and . _ + = -"
+        )
+    if url is not None and re.search(r"//[^/]*@", url):
+        yield (
+            "storage.endpoint_url has a key in it, and settings are written to files. Leave it out: AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY belong into the environment or into .env."
+        )
+    elif url is not None and not re.fullmatch(r"https?://[\w.\[\]:-]+/?", url):
+        yield f"storage.endpoint_url={url} must be http://host:port or https://host of a server with S3's API."
 
 
 def has_gpu() -> bool:

@@ -328,7 +328,24 @@ class Storage:
     """Where results go."""
 
     path: str = "outputs"
-    """Run directories are created under it; on several nodes it must be shared by all of them."""
+    """Run directories are created under it. A folder (on several nodes one that all of them share), or s3://bucket/folder."""
+    endpoint_url: str | None = None
+    """For s3://: http://host:port of the server; null = AWS_ENDPOINT_URL, else Amazon's. Keys come from the environment,
+    .env or the usual places of AWS, never from a setting."""
+    cache: str = "outputs/s3"
+    """For s3://: folder of this machine where the runs of the bucket live while they train; the bucket follows."""
+    finish_s: float = 600.0
+    """For s3://: seconds that the end of a run waits at most, without getting ahead, for what is not in the bucket yet;
+    `scripts/runs.py upload` takes it there later."""
+
+    @property
+    def is_remote(self) -> bool:
+        return "://" in self.path
+
+    @property
+    def folder(self) -> Path:
+        """Where run directories are on this machine."""
+        return Path(self.cache, self.path.removeprefix("s3://")) if self.is_remote else Path(self.path)
 
 
 @dataclass
@@ -382,7 +399,11 @@ class Config:
 
 
 def register() -> None:
-    """Make the schema known to Hydra; conf/config.yaml names it first in its defaults list."""
+    """Make the schema known to Hydra; conf/config.yaml names it first in its defaults list.
+
+    The resolver `folder` is where results of a `storage.path` are on this machine.
+    """
+    OmegaConf.register_new_resolver("folder", lambda path, cache: str(Storage(path, cache=cache).folder), replace=True)
     ConfigStore.instance().store(name="schema", node=Config)
 
 
@@ -410,7 +431,7 @@ def from_hydra(cfg: DictConfig) -> Config:
     try:
         # Before anything is resolved: a plug-in's `root: ${data.root}` must become absolute too.
         cfg.data.root = absolute(cfg.data.root)
-        cfg.storage.path = absolute(cfg.storage.path)
+        cfg.storage.path, cfg.storage.cache = absolute(cfg.storage.path), absolute(cfg.storage.cache)
         config = OmegaConf.to_object(cfg)
     except OmegaConfBaseException as error:
         raise MantaError(_broken(error, cfg)) from error

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from manta import plan, runs, tracking
 from manta.cluster import connect, has_cuda, is_running, worker_lines
+from manta.cluster.shared import check_shared, other_nodes
 from manta.config import Config
 from manta.errors import FAILED, FINISHED, INTERRUPTED, INVALID, MantaError
 from manta.plan import REHEARSAL, Needs
@@ -124,6 +124,10 @@ def launch(
         more = f"training.epochs={2 * (config.training.epochs or 1)}"
         if space is not None:
             more = f"search.num_samples={2 * sum(previous.read('summary.json')['trials'].values())}"
+        if config.storage.is_remote:
+            from manta.storage import remote
+
+            remote.upload(previous, config.storage, view.say)
         view.say(f"{previous} is finished. To go on: python train.py resume={shlex.quote(str(previous))} {more}")
         return Outcome(FINISHED, previous)
     with ExitStack() as stack:
@@ -155,6 +159,10 @@ class Launch:
         config = self.config
         # Inside a Ray that is up already (a job of Hydra's ray launcher) its nodes count, not this machine.
         local = config.scaling.num_workers == 0 or (config.cluster.kind == "local" and not is_running())
+        if config.storage.is_remote and not config.plan:
+            from manta.storage import remote
+
+            remote.check(config.storage, self.previous is not None, self.view.say)
         recipe = build("recipe", {"_target_": config.recipe._target_}, config.allowed_targets)
         if not all(callable(getattr(recipe, name, None)) for name in ("check", "train", "evaluate", "predict")):
             raise MantaError(
@@ -174,6 +182,7 @@ class Launch:
             return self.run(rows, partial(self._in_process, needs), _result, progress)
         with view.capture_descriptors(), connect(config.cluster) as nodes:
             needs = plan.resolve(config, nodes, own=local)
+            self._look_at_storage(needs)
             rows = [*outline.rows, *_scaling_rows(config, needs)]
             return self.run(rows, partial(self._on_ray, needs), _result, progress)
 
@@ -200,7 +209,23 @@ class Launch:
             return self.run(rows(needs, [plan.local_node(config.cluster)]), lambda run: "", result, nullcontext)
         with self.view.capture_descriptors(), connect(config.cluster) as nodes:
             needs = plan.resolve_trial(config, nodes, own=local)
+            self._look_at_storage(needs)
             return self.run(rows(needs, nodes), partial(self._search, needs, nodes), result, nullcontext)
+
+    def _look_at_storage(self, needs: Needs) -> None:
+        """Before anything is written of the run: all nodes that could get a worker see the place.
+
+        Raises:
+            MantaError: they do not.
+        """
+        storage = self.config.storage
+        if not storage.is_remote:
+            check_shared(self.previous.path if self.previous is not None else storage.folder, needs)
+        elif nodes := other_nodes(needs):
+            raise MantaError(
+                f"storage.path={storage.path}: the cluster has {len(nodes) + 1} nodes, and with a bucket everything runs on the "
+                "one where the command was typed. Use a folder that all nodes share: storage.path=/shared/outputs"
+            )
 
     def run(
         self,
@@ -217,6 +242,40 @@ class Launch:
             view.say(table("Plan", rows))
             return Outcome(FINISHED, None)
         run = self.previous or runs.create(self.config)
+        with self._followed(run) as url:
+            rows = [*rows, ("results", f"{run}, and in {url}" if url else str(run))]
+            return self._attempt(run, rows, execute, result, progress)
+
+    @contextmanager
+    def _followed(self, run: RunDir) -> Iterator[str | None]:
+        """While a process brings the run to its bucket, if it has one; its address there. At the end that may take a while."""
+        if not self.config.storage.is_remote:
+            yield None
+            return
+        from manta.storage import remote
+
+        url = remote.url_of(run, self.config.storage)
+        if url is None:
+            self.view.say(f"{run} is not below {self.config.storage.folder}: it is not brought to the bucket.")
+            yield None
+            return
+        following = remote.Following(run, self.config.storage, self.view.say)
+        try:
+            yield url
+        finally:
+            self.interrupts.ask = None
+            self.interrupts.listen()  # Ctrl-C: enough of waiting
+            following.end()
+
+    def _attempt(
+        self,
+        run: RunDir,
+        rows: Rows,
+        execute: Callable[[RunDir], str],
+        result: Callable[[RunDir, str, float], Any],
+        progress: Callable[[], AbstractContextManager[Any]],
+    ) -> Outcome:
+        view = self.view
         before = (run.path / "config.yaml").read_bytes() if self.previous is not None else None
         began = time.monotonic()
         try:
@@ -224,17 +283,17 @@ class Launch:
             if self.space is not None and self.previous is None:
                 self.space.save(run)
             if self.previous is None:
-                runs.point_latest(Path(self.config.storage.path), run.path)
+                runs.point_latest(self.config.storage.folder, run.path)
             view.open_log(run.log)
             title = "Plan" if self.previous is None else f"Plan (continuing {run})"
-            view.say(table(title, [*rows, ("results", str(run))]))
+            view.say(table(title, rows))
             with progress():
                 state = execute(run)
         except (KeyboardInterrupt, BdbQuit):
             state = runs.INTERRUPTED
         except (Exception, SystemExit) as error:
             view.note("".join(traceback.format_exception(error)))
-            failure = (isinstance(error, OSError) and runs.storage_failure(error, run)) or error
+            failure = error if isinstance(error, MantaError) else runs.storage_failure(error, run) or error
             code = failure.code if isinstance(failure, MantaError) else FAILED
             if before is not None and code == INVALID:  # what cannot be is not what the run continues with next time
                 (run.path / "config.yaml").write_bytes(before)

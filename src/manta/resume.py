@@ -15,7 +15,7 @@ from yaml import YAMLError
 
 from manta import runs
 from manta.checkpoints import choose, finish_replacing, sizes
-from manta.config import SCHEMA_VERSION, Config, absolute
+from manta.config import SCHEMA_VERSION, Config, Storage, absolute
 from manta.errors import MantaError
 from manta.runs import RunDir, is_locked
 from manta.schema import expected
@@ -25,7 +25,7 @@ from manta.targets import ALLOWED_TARGETS, is_own
 
 # What a run is. With another one of these it would be another run.
 _IDENTITY = (
-    "seed", "name", "schema_version", "model", "optimizer._target_", "scheduler._target_", "storage", "objective", "recipe", "data.name", "data.dataset", "data.input_shape",
+    "seed", "name", "schema_version", "model", "optimizer._target_", "scheduler._target_", "objective", "recipe", "data.name", "data.dataset", "data.input_shape",
     "data.num_classes", "data.split_seed", "data.val_fraction", "search",
 )  # fmt: skip
 # What may change in a search; with anything else it would be another search.
@@ -75,7 +75,7 @@ def restore(cfg: DictConfig, overrides: list[str]) -> tuple[DictConfig, RunDir]:
     Raises:
         MantaError: no such run, it is still running, or an override would make it another run.
     """
-    run = runs.find(str(cfg.resume), absolute(cfg.storage.path))
+    run = runs.find(str(cfg.resume), Storage(**cfg.storage))
     if not os.access(run.path, os.W_OK | os.X_OK):
         raise MantaError(
             f"resume: {run} cannot be written: it may be another user's. Copy it to a place of your own and resume the copy, "
@@ -84,6 +84,12 @@ def restore(cfg: DictConfig, overrides: list[str]) -> tuple[DictConfig, RunDir]:
     _refuse_parts(run)
     _wait_for_survivors(run)
     saved = load(run, cfg.allowed_targets)
+    storage = _storage(saved, cfg)
+    if storage.is_remote:
+        from manta.storage.remote import newest
+
+        saved = load(newest(run, storage), cfg.allowed_targets)
+    saved.storage = storage
     is_search = bool(saved.search.algorithm)
     if not is_search:
         finish_replacing(run.checkpoints)
@@ -92,7 +98,7 @@ def restore(cfg: DictConfig, overrides: list[str]) -> tuple[DictConfig, RunDir]:
         )  # refuses before anything starts; what to do about damage is decided where the run is written
     for override in OverridesParser.create().parse_overrides(overrides):
         key = override.key_or_group
-        if key in ("resume", "storage.path"):
+        if key == "resume" or _is_one_of(key, ("storage",)):
             continue
         if is_search:
             _check_change(override, cfg, saved, run)
@@ -113,6 +119,14 @@ def restore(cfg: DictConfig, overrides: list[str]) -> tuple[DictConfig, RunDir]:
                     f"{override.input_line} has the wrong type, or leads nowhere: {key} must be {wanted}."
                 ) from error
     return saved, run
+
+
+def _storage(saved: DictConfig, cfg: DictConfig) -> Storage:
+    """Of the run, on this machine: where it is kept is part of it, how that is reached is not."""
+    given = {
+        name: cfg.storage[name] for name in ("endpoint_url", "finish_s") if cfg.storage[name] != Storage.__dict__[name]
+    }
+    return Storage(**{**saved.storage, **given, "cache": absolute(cfg.storage.cache)})
 
 
 def _check_change(override: Override, cfg: DictConfig, saved: DictConfig, run: RunDir) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from manta.config import Config
 from manta.errors import FAILED as FAILED_CODE
 from manta.errors import MantaError
-from manta.runs import FAILED, INTERRUPTED, MetricsFile, RunDir, finite, with_way_out, writing
+from manta.runs import FAILED, INTERRUPTED, MetricsFile, RunDir, explaining, finite, with_way_out, writing
 from manta.targets import build
 from manta.tracking.live import Live
 from manta.watchdog import Pulse, Stuck, Watchdog, begin
@@ -260,6 +260,12 @@ def _placement_group() -> str | None:
 
 def train(session: Session, config: Config) -> str:
     """Run the configured recipe on this rank; "finished", "interrupted" or "stopped" (by a search)."""
+    with explaining(session.run):
+        return _told(session, config)
+
+
+def _told(session: Session, config: Config) -> str:
+    """Train, and tell trackers of it."""
     if not session.main:
         session.gather(describe(session))
         return _train(session, config)

@@ -226,7 +226,7 @@ def _train(run: RunDir, config: Config, job: Job, heard: int, decide: Decide, tr
         return decide({**validation, metric: metrics[metric]})
 
     while True:
-        with runs.writing(run):
+        with runs.explaining(run), runs.writing(run):
             continue_from(run, verify, print)  # before anything is read of its last checkpoint
             adopt(run)
         if job.watched and any(watched(validation) for validation in _unheard(run, metric, heard)):

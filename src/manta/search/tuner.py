@@ -6,7 +6,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -116,7 +116,11 @@ class Search:
     def _go(self) -> str:
         known = list(self.study.records)
         with self.view.search_progress(self.config, self.space, self._total(), known):
-            self.until_done(self._tuner().fit, self._follow)
+            try:
+                self.until_done(self._tuner().fit, self._follow)
+            finally:
+                if self.study.storage_failure is not None:  # Tune meets it too, and raises whatever comes of it
+                    raise MantaError(self.study.storage_failure, code=FAILED)
         self._release(range(len(self.study.records)))
         records, best = self.study.records, self.study.best()
         cut = [replace(r, state=runs.INTERRUPTED) if r.state == runs.RUNNING else r for r in records]
@@ -165,7 +169,8 @@ class Search:
 
     def _stop(self) -> None:
         self.trials.stopping = True
-        self.stop_file.touch()
+        with suppress(OSError):  # of a disk that has failed: trials meet it themselves
+            self.stop_file.touch()
 
     @property
     def stop_file(self) -> Path:
@@ -195,6 +200,8 @@ class Search:
         now, (running, waiting) = time.monotonic(), self._alive()
         self._settle(list(self.study.records))
         self.view.trials(self.study.records, running, waiting, self._eta(now - self._began))
+        if self.study.storage_failure is not None and not self.trials.stopping:
+            self._stop()
         budget = self.config.search.time_budget_s
         if budget is not None and now - self._began > budget and not self.trials.stopping:
             self.view.say(f"search.time_budget_s={budget:g} is spent: stopping.")
