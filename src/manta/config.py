@@ -370,8 +370,8 @@ class Config:
     """Show Python tracebacks with errors."""
     allowed_targets: list[str] = field(default_factory=lambda: ["manta", "torch", "torchvision"])
     """Packages that a `_target_` may come from. Of `manta`: data, models, recipes, training; of `torch`: nn, optim; of
-    `torchvision`: models, ops, transforms. A run's directory is not believed about other installed packages: name them again
-    on resume, and for the scripts in the environment (MANTA_ALLOWED_TARGETS=a,b)."""
+    `torchvision`: models, ops, transforms. What a run's directory says of other installed packages is not believed: name
+    them in conf/config.yaml for good, else on resume again, and for scripts in the environment (MANTA_ALLOWED_TARGETS=a,b)."""
     objective: Objective = field(default_factory=Objective)
     """What better means."""
     model: dict[str, Any] = field(default_factory=dict)

@@ -39,8 +39,8 @@ _GROUPS_OF_A_NEW_RUN = ("experiment", "debug", "model", "data", "optimizer", "sc
 def load(run: RunDir, allowed: Iterable[str] = ()) -> DictConfig:
     """A run's saved configuration, typed.
 
-    A directory may be a stranger's, so it does not say which installed packages are trusted: the command that uses it
-    does, by `allowed` or in the environment. The project's own code needs no word.
+    A directory may be a stranger's, so it does not say which installed packages are trusted: conf/config.yaml does, or the
+    command that uses it, by `allowed` or in the environment. The project's own code needs no word.
 
     Raises:
         MantaError: it was written by another version of the schema, or changed by hand into something invalid.
@@ -61,9 +61,16 @@ def load(run: RunDir, allowed: Iterable[str] = ()) -> DictConfig:
     except OmegaConfBaseException as error:
         raise MantaError(f"{path} is not a valid configuration: {error}") from error
     assert isinstance(typed, DictConfig)
-    trusted = {*allowed, *os.environ.get(ALLOWED_TARGETS, "").split(",")}
+    trusted = {*allowed, *os.environ.get(ALLOWED_TARGETS, "").split(","), *_of_project()}
     typed.allowed_targets = [each for each in typed.allowed_targets if is_own(each) or each in trusted]
     return typed
+
+
+def _of_project() -> list[str]:
+    """What the project's own conf/ trusts."""
+    path = Path(__file__).resolve().parents[2] / "conf" / "config.yaml"
+    found = OmegaConf.select(OmegaConf.load(path), "allowed_targets") if path.is_file() else None
+    return [str(each) for each in found or ()]
 
 
 def restore(cfg: DictConfig, overrides: list[str]) -> tuple[DictConfig, RunDir]:

@@ -53,7 +53,8 @@ def check_allowed(key: str, spec: Mapping[str, Any], allowed: Sequence[str]) -> 
     if parts[0] not in allowed or len(parts) < 2:
         raise MantaError(
             f"{key}._target_={target} is outside the allowed packages ({', '.join(allowed)}). "
-            f"If you trust it: 'allowed_targets=[{','.join([*allowed, target.split('.')[0]])}]'"
+            f"If you trust it: 'allowed_targets=[{','.join([*allowed, parts[0]])}]', in conf/config.yaml for good; for the "
+            f"scripts of a run that was given it on the command line: {ALLOWED_TARGETS}={parts[0]} python scripts/..."
         )
 
 
