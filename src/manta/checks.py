@@ -162,10 +162,11 @@ def choices(config: Config) -> Iterator[str]:
     """Every word is one of those there are."""
     for key, allowed in CHOICES.items():
         value = value_of(config, key)
-        if value is not None and value not in allowed:
+        missing = value is None and key == "scheduler.unit" and "unit" in config.scheduler
+        if missing or (value is not None and value not in allowed):
             hint = nearest(str(value).lower(), map(str.lower, allowed))
             close = next((word for word in allowed if word.lower() == hint), None)
-            yield f"{key}={value} must be one of {', '.join(allowed)}.{_meant(key, close)}"
+            yield f"{key}={_typed(value)} must be one of {', '.join(allowed)}.{_meant(key, close)}"
 
 
 def names(config: Config) -> Iterator[str]:

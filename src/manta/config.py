@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any, cast, get_type_hints
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -436,19 +436,21 @@ def from_hydra(cfg: DictConfig) -> Config:
     except OmegaConfBaseException as error:
         raise MantaError(_broken(error, cfg)) from error
     assert isinstance(config, Config)
-    for key, value in _no_groups(config):  # an interpolation put something else there
+    for key, value in _mistyped(config):
         raise MantaError(f"{key}={value} has the wrong type: {key} must be {expected(Config, key)}.")
     return config
 
 
-def _no_groups(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Groups of settings that are something else."""
+def _mistyped(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Groups of settings that are something else, and lists with a dictionary in them: OmegaConf lets both through."""
     for name, hint in get_type_hints(type(config)).items():
         value = getattr(config, name)
         if is_dataclass(hint) and not isinstance(value, cast(type, hint)):
             yield f"{prefix}{name}", value
         elif is_dataclass(hint):
-            yield from _no_groups(value, f"{prefix}{name}.")
+            yield from _mistyped(value, f"{prefix}{name}.")
+        elif get_origin(hint) is list and any(type(item) is dict for item in value) and get_args(hint)[0] in (str, int):
+            yield f"{prefix}{name}", value
 
 
 def absolute(path: str) -> str:

@@ -69,13 +69,15 @@ def _loopback_store(address: str, port: int, timeout: timedelta) -> Any:
     """Where the ranks meet, on loopback as the rest of a Ray of our own: torch alone would listen on every interface."""
     import socket
 
-    from torch.distributed import distributed_c10d as c10d
+    import torch.distributed as dist
 
     context = ray.train.get_context()
     rank, world_size = context.get_world_rank(), context.get_world_size()
     listener = socket.create_server((address, port)).detach() if rank == 0 else None
-    tcp_store: Any = getattr(c10d, "TCPStore")  # noqa: B009
-    return tcp_store(address, port, world_size, rank == 0, timeout, multi_tenant=False, master_listen_fd=listener)
+    library: Any = dist  # which does not export it to type checkers
+    return library.TCPStore(
+        address, port, world_size, rank == 0, timeout, multi_tenant=False, master_listen_fd=listener
+    )
 
 
 def _leave() -> None:
