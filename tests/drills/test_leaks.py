@@ -1,5 +1,6 @@
 """Launch after launch, also killed ones: no process, socket, shared memory or temporary directory of ours is left."""
 
+import getpass
 import os
 import shutil
 import subprocess
@@ -51,10 +52,9 @@ def shared_memory() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if name.startswith(("torch", "plasma", "sem.", "psm", "ray"))}
 
 
-@pytest.mark.parametrize(
-    ("runs", "searches", "kills"),
-    [(1, 0, 1), pytest.param(20, 5, 3, marks=[pytest.mark.drill, pytest.mark.timeout(3600)])],
-)
+@pytest.mark.drill
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("runs", "searches", "kills"), [(2, 1, 1), (20, 5, 3)])
 def test_nothing_is_left(lab: Lab, temporary: Path, runs: int, searches: int, kills: int) -> None:
     before = shared_memory()
     environment = {**os.environ, "TMPDIR": str(temporary), "RAY_TMPDIR": str(temporary)}
@@ -82,5 +82,8 @@ def test_nothing_is_left(lab: Lab, temporary: Path, runs: int, searches: int, ki
     subprocess.run(clean, env=environment, check=True)
     sessions = [path.name for path in temporary.rglob("session_*")]
     assert sessions == []
-    assert {path.name for path in temporary.iterdir()} <= {"ray"}
+    assert {path.name for path in temporary.iterdir()} <= {
+        "ray",
+        f"torchinductor_{getpass.getuser()}",
+    }  # a cache of torch's, which is meant to stay
     assert shared_memory() <= before
