@@ -1,8 +1,10 @@
 """Trackers: told everything once, whatever happens to the run or to them; and never a burden."""
 
+import dataclasses
 import json
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import socket
@@ -21,9 +23,11 @@ import requests
 import torch
 import yaml
 
+from manta.catalog.commands import main
 from manta.errors import FINISHED, MantaError
 from manta.runs import RunDir, read_lines
-from manta.tracking import Points, make, place
+from manta.tracking import Points, make, place, remember_end, sole, told_all
+from manta.tracking.live import settle, tell_rest
 from manta.tracking.sync import sync
 from manta.training.checkpoint import load_checkpoint
 from tests import wandb_files
@@ -338,6 +342,65 @@ def test_a_search_and_its_trials(lab: Lab, server: Server) -> None:
     assert wandb_files.read(run.path).run.job_type == "search"
 
 
+def searched(lab: Lab, *trials: str, uri: str) -> RunDir:
+    """A search as its processes leave it when the trials' trackers were too slow: two lines a trial, none of them told."""
+    run = RunDir(lab.folder / "2026-11-30" / "12-00-00-search")
+    for each in (run, *(RunDir(run.path / name) for name in trials)):
+        each.path.mkdir(parents=True)
+        each.save_config(
+            make_config("tracking=[mlflow,csv]", uri, f"storage.path={lab.folder}", "tracking.finish_s=100")
+        )
+        each.write("status.json", {"state": "finished"})
+        if each != run:
+            lines = [{"step": step, "epoch": 1, "time": step, "train/loss": step / 4} for step in (1, 2)]
+            each.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run.path / "space.yaml").write_text("{}")
+    return run
+
+
+def test_what_trials_could_not_tell_their_search_tells(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
+    """Processes of trials go with the search, perhaps before a tracker answered: none is left out, and none in silence."""
+    from mlflow import MlflowClient
+
+    said: list[str] = []
+    uri = f"tracking.mlflow.tracking_uri=sqlite:///{lab.folder}/mlflow.db"
+    names = ("trials/00000", "trials/00001", "refit/00000/seed-2")
+    run = searched(lab, *names, uri=uri)
+    remember_end(RunDir(run.path / names[0]), "stopped")  # said, but not heard
+    config = make_config("tracking=[mlflow,csv]", uri, f"storage.path={lab.folder}", "tracking.finish_s=100")
+    settle(run, "finished", config, said.append)
+    assert said == []
+    client = MlflowClient(f"sqlite:///{lab.folder}/mlflow.db")
+    parent = run.read("tracking/mlflow.json")["run_id"]
+    for part in (RunDir(run.path / name) for name in names):
+        there = client.get_run(part.read("tracking/mlflow.json")["run_id"])
+        assert (there.data.tags["mlflow.parentRunId"], there.info.status) == (parent, "FINISHED")
+        assert there.data.metrics["train/loss"] == 0.5
+        assert told_all(part, "mlflow")
+        assert told_all(part, "csv")
+        assert (part.path / "metrics.csv").is_file()
+    assert there.data.tags["manta.state"] == "finished"
+    # All is told: nothing is done again, and nobody waits.
+    before = [(run.path / name / "tracking" / "mlflow.json").stat().st_mtime_ns for name in names]
+    assert tell_rest({RunDir(run.path / name): "finished" for name in names[1:]}, ["mlflow"], config, set()) == {}
+    assert before == [(run.path / name / "tracking" / "mlflow.json").stat().st_mtime_ns for name in names]
+    # More was reported than was told, and there is no time.
+    with open(run.path / names[1] / "metrics.jsonl", "a") as file:
+        file.write('{"step": 3, "epoch": 1, "time": 3, "train/loss": 0.1}\n')
+    short = dataclasses.replace(config, tracking=dataclasses.replace(config.tracking, finish_s=0.0))
+    with sole(RunDir(run.path / names[1]), "mlflow"):  # it hangs
+        settle(run, "finished", short, said.append)
+    command = f"python scripts/runs.py sync {run} --to mlflow"
+    assert [line for line in said if line.startswith("mlflow")] == [
+        f"mlflow has not been told all of 1 of the 3 trials and refits of {run}. Later: {command}"
+    ]
+    assert main(["scripts/runs.py", "--storage", str(lab.folder), *shlex.split(command)[2:]], ROOT) == FINISHED
+    assert capsys.readouterr().out.count("mlflow has it all") == 4
+    assert told_all(RunDir(run.path / names[1]), "mlflow")
+    there = client.get_run(RunDir(run.path / names[1]).read("tracking/mlflow.json")["run_id"])
+    assert there.data.metrics["train/loss"] == 0.1
+
+
 @pytest.mark.drill
 @pytest.mark.usefixtures("ray_cluster")
 def test_trials_that_take_over_weights(lab: Lab) -> None:
@@ -438,7 +501,8 @@ def test_twenty_at_once_in_one_database(lab: Lab) -> None:
         assert process.stdin is not None
         for run in runs[first : first + 5]:
             number = runs.index(run)
-            process.stdin.write(json.dumps({"follow": str(run.path), "number": number, "trackers": ["mlflow"]}) + "\n")
+            follow = {"follow": str(run.path), "number": number, "trackers": ["mlflow"], "state": None}
+            process.stdin.write(json.dumps(follow) + "\n")
             process.stdin.write(json.dumps({"end": number, "state": "finished"}) + "\n")
         process.stdin.flush()
     for process in followers:

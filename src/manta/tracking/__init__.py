@@ -176,6 +176,18 @@ def end_is_told(run: RunDir) -> bool:
     return (run.path / FOLDER / "end.json").is_file()
 
 
+def told_all(run: RunDir, name: str) -> bool:
+    """Whether a tracker knows the end of a run, and all that was reported before."""
+    known, end = state_of(run, name), run.read(f"{FOLDER}/end.json")
+    size = reported(run)
+    return "state" in end and known.get("ended") == end["state"] and known.get("bytes", size) == size
+
+
+def reported(run: RunDir) -> int:
+    """Bytes of metrics.jsonl."""
+    return run.metrics.stat().st_size if run.metrics.is_file() else 0
+
+
 @contextmanager
 def sole(run: RunDir, name: str) -> Iterator[None]:
     """One process at a time tells a tracker of a run; waits for the other."""

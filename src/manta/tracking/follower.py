@@ -1,8 +1,8 @@
 """The process that tells trackers of runs while they train: `python -m manta.tracking.follower <log>`.
 
-It hears on its input which runs to follow and how they ended ({"follow": run, "number": n, "trackers": names}, {"end": n,
-"state": state}), and says on its output what becomes of each ({"number", "tracker", "what", "text"}; what: begun, alive, down,
-say or ended). When the input closes, the process
+It hears on its input which runs to follow and how they ended ({"follow": run, "number": n, "trackers": names, "state": of one
+that has ended already}, {"end": n, "state": state}), and says on its output what becomes of each ({"number", "tracker", "what",
+"text"}; what: begun, alive, down, say or ended). When the input closes, the process
 that trains is gone: what is on disk is told to the end, then it ends too.
 """
 
@@ -23,7 +23,19 @@ from omegaconf import OmegaConf
 from manta.config import Config
 from manta.resume import load
 from manta.runs import RunDir
-from manta.tracking import KILLED, Draws, Histograms, Point, Points, Tracker, make, sole, update_state
+from manta.tracking import (
+    KILLED,
+    Draws,
+    Histograms,
+    Point,
+    Points,
+    Tracker,
+    make,
+    reported,
+    sole,
+    told_all,
+    update_state,
+)
 
 POLL_S = 1.0
 LONGEST_PAUSE_S = 30.0
@@ -32,7 +44,7 @@ LONGEST_PAUSE_S = 30.0
 class Feed(threading.Thread):
     """Tells one tracker of one run. Each has a thread, so that one that hangs keeps nobody waiting."""
 
-    def __init__(self, name: str, run: RunDir, config: Config, tell: Callable[..., None]) -> None:
+    def __init__(self, name: str, run: RunDir, config: Config, tell: Callable[..., None], state: str | None) -> None:
         super().__init__(daemon=True)
         self.tracker_name, self.run_dir, self.config, self.tell = name, run, config, tell
         self.points = Points(run.metrics)
@@ -40,7 +52,7 @@ class Feed(threading.Thread):
         self.pending: list[Point] = []
         self.drawn: list[dict[str, Any]] = []
         self.begun = self.over = False
-        self.state: str | None = None
+        self.state = state
         self.failures = 0
         self._wake = threading.Event()
 
@@ -50,7 +62,12 @@ class Feed(threading.Thread):
         self._wake.set()
 
     def run(self) -> None:
+        ended = self.state is not None
         with sole(self.run_dir, self.tracker_name):
+            if ended and told_all(self.run_dir, self.tracker_name):  # by the process before, meanwhile
+                self.over = True
+                self._say("ended")
+                return
             tracker = make(self.tracker_name, self.run_dir, self.config, lambda: self._say("alive"))
             while not self.over:
                 ending = self.state is not None
@@ -63,7 +80,7 @@ class Feed(threading.Thread):
                     self._wake.clear()
 
     def _turn(self, tracker: Tracker) -> None:
-        state = self.state  # before the lines are read: at the end all of them are there
+        state, size = self.state, reported(self.run_dir)  # before the lines are read: at the end all of them are there
         if not self.begun:
             tracker.begin()
             update_state(self.run_dir, self.tracker_name, ended=None)
@@ -80,7 +97,7 @@ class Feed(threading.Thread):
                 self.drawn = []
         if state is not None:
             tracker.end(state)
-            update_state(self.run_dir, self.tracker_name, ended=state)
+            update_state(self.run_dir, self.tracker_name, ended=state, bytes=size)
             self.over = True
             self._say("ended")
         elif self.failures:
@@ -147,7 +164,7 @@ def _feeds(command: dict[str, Any], tell: Callable[..., None]) -> list[Feed]:
             tell(tracker=name, what="down", text=f"cannot be told ({error}).")
         return []
     assert isinstance(config, Config)
-    found = [Feed(name, run, config, tell) for name in command["trackers"]]
+    found = [Feed(name, run, config, tell, command["state"]) for name in command["trackers"]]
     for feed in found:
         feed.start()
     return found

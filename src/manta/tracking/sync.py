@@ -11,7 +11,7 @@ from manta.config import Config
 from manta.errors import FAILED, MantaError
 from manta.resume import load
 from manta.runs import RunDir
-from manta.tracking import KILLED, NAMES, Draws, Histograms, Points, make, sole, update_state, wandb_mode
+from manta.tracking import KILLED, NAMES, Draws, Histograms, Points, make, reported, sole, update_state, wandb_mode
 from manta.tracking.live import Say
 
 
@@ -32,13 +32,14 @@ def sync(run: RunDir, name: str, say: Say) -> int:
         try:
             with sole(each, name):
                 tracker = make(name, each, config)
+                size = reported(each)
                 tracker.begin()
                 tracker.log(Points(each.metrics).new())
                 if isinstance(tracker, Draws):
                     tracker.histograms(Histograms(each.histograms).new())
                 state = each.read("status.json").get("state", KILLED)
                 tracker.end(KILLED if state == runs.RUNNING else state)
-                update_state(each, name, ended=state)
+                update_state(each, name, ended=state, bytes=size)
         except MantaError:
             raise
         except Exception as error:
