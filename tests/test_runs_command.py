@@ -23,7 +23,8 @@ from manta.catalog import commands, remove, render
 from manta.catalog.entries import DAMAGED, DIED, Entry, pick, scan
 from manta.catalog.render import Column, Table
 from manta.catalog.settings import Defaults, flatten, read_config, read_overrides
-from manta.runs import RunDir
+from manta.errors import MantaError
+from manta.runs import RunDir, find
 from tests.conftest import ROOT, Lab, make_config
 
 SCRIPT = "scripts/runs.py"
@@ -379,6 +380,39 @@ def test_show(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["code"] == "commit aaaaaaaaaa (main), nothing changed"
     assert rows["resume"] == "python train.py resume=outputs/2026-01-01/10-00-00"
     assert rows["evaluate"] == "python scripts/evaluate.py run=outputs/2026-01-01/10-00-00"
+
+
+def test_show_offers_only_what_works(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def offered(name: str) -> set[str]:
+        rows = dict(re.findall(r"^(\w+) +(.*)$", runs_py(capsys, storage, "show", name), re.MULTILINE))
+        return {"resume", "evaluate", "predict"} & set(rows)
+
+    for number, missing in enumerate(("status.json", "config.yaml"), start=1):
+        run = make(storage, f"2026-01-01/10-00-0{number}")
+        assert offered(f"10-00-0{number}") == {"resume", "evaluate", "predict"}
+        (run / missing).unlink()
+        assert offered(f"10-00-0{number}") == set()
+        with pytest.raises(MantaError, match=rf"not a run directory \(it has no {missing}\)"):
+            find(str(run), str(storage))
+    run = make(storage, "2026-01-01/10-00-03")
+    (run / "status.json").write_text('{"state"')
+    assert offered("10-00-03") == set()
+    search = make(storage, "2026-01-01/10-00-04")
+    (search / "space.yaml").write_text("{}")
+    assert offered("10-00-04") == {"resume"}
+    (search / "best" / "checkpoint").mkdir(parents=True)
+    assert offered("10-00-04") == {"resume", "evaluate", "predict"}
+
+
+def test_every_command_knows_a_run_by_its_name(storage: Path) -> None:
+    """resume=, run= and runs= of the scripts, too."""
+    first, second = (make(storage, f"2026-01-01/10-00-0{number}-k{number}") for number in (1, 2))
+    assert find("k1", str(storage)).path == first.resolve()
+    assert find("10-00-02", str(storage)).path == second.resolve()
+    with pytest.raises(MantaError, match="resume=10-00 means 2 runs"):
+        find("10-00", str(storage))
+    with pytest.raises(MantaError, match="run=k3: no such directory"):
+        find("k3", str(storage), "run")
 
 
 def test_compare(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,11 +24,12 @@ import torch
 import yaml
 
 from manta.catalog.commands import main
-from manta.errors import FINISHED, MantaError
+from manta.errors import FINISHED, INVALID, MantaError
 from manta.runs import RunDir, read_lines
 from manta.tracking import Points, make, place, remember_end, sole, told_all
 from manta.tracking.live import settle, tell_rest
 from manta.tracking.sync import sync
+from manta.tracking.trouble import explain
 from manta.training.checkpoint import load_checkpoint
 from tests import wandb_files
 from tests.conftest import ROOT, Lab, history, make_config, summary, wait_for
@@ -354,6 +355,7 @@ def searched(lab: Lab, *trials: str, uri: str) -> RunDir:
         if each != run:
             lines = [{"step": step, "epoch": 1, "time": step, "train/loss": step / 4} for step in (1, 2)]
             each.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+            each.write("summary.json", {"best": {"epoch": 1, "step": 2, "metrics": {"val/loss": 0.25}}})
     (run.path / "space.yaml").write_text("{}")
     return run
 
@@ -376,6 +378,9 @@ def test_what_trials_could_not_tell_their_search_tells(lab: Lab, capsys: pytest.
         there = client.get_run(part.read("tracking/mlflow.json")["run_id"])
         assert (there.data.tags["mlflow.parentRunId"], there.info.status) == (parent, "FINISHED")
         assert there.data.metrics["train/loss"] == 0.5
+        epochs = client.get_metric_history(there.info.run_id, "epoch")
+        assert [(m.step, m.value) for m in epochs] == [(1, 1.0), (2, 1.0)]  # with each report, and not once more
+        assert there.data.metrics["best/val/loss"] == 0.25
         assert told_all(part, "mlflow")
         assert told_all(part, "csv")
         assert (part.path / "metrics.csv").is_file()
@@ -399,6 +404,93 @@ def test_what_trials_could_not_tell_their_search_tells(lab: Lab, capsys: pytest.
     assert told_all(RunDir(run.path / names[1]), "mlflow")
     there = client.get_run(RunDir(run.path / names[1]).read("tracking/mlflow.json")["run_id"])
     assert there.data.metrics["train/loss"] == 0.1
+
+
+def finished(folder: Path, *overrides: str) -> RunDir:
+    """A run with two lines, as it ends."""
+    run = RunDir(folder / "2026-11-30" / "13-00-00")
+    run.path.mkdir(parents=True)
+    run.save_config(make_config(f"storage.path={folder}", *overrides))
+    run.write("status.json", {"state": "finished"})
+    lines = [{"step": step, "epoch": 1, "time": step, "train/loss": step / 4} for step in (1, 2)]
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return run
+
+
+def test_sync_says_what_is_not_there(tmp_path: Path) -> None:
+    run, said = finished(tmp_path), list[str]()
+    with open(run.metrics, "a") as file:
+        file.write('{"step": 3, "epo')
+    sync(run, "csv", said.append)
+    assert said == [f"{run}: csv has it all but the last line of metrics.jsonl, which is cut off"]
+    assert len((run.path / "metrics.csv").read_text().splitlines()) == 3
+    text = run.metrics.read_text()
+    run.metrics.write_text("no report\n" + text)
+    with pytest.raises(MantaError, match=r"metrics.jsonl is damaged: line 1 is no report"):
+        sync(run, "csv", said.append)
+    run.metrics.unlink()
+    for name in ("csv", "mlflow", "tensorboard"):
+        with pytest.raises(MantaError, match=f"no metrics.jsonl any more: there is nothing to tell {name}") as raised:
+            sync(run, name, said.append)
+        assert raised.value.code == INVALID
+    assert len(said) == 1
+
+
+def test_one_damaged_trial_keeps_no_other_back(lab: Lab) -> None:
+    run, said = searched(lab, "trials/00000", "trials/00001", uri="tracking.mlflow.experiment_name=x"), list[str]()
+    (run.path / "trials/00000/metrics.jsonl").unlink()
+    with pytest.raises(MantaError, match=r"csv has been told all but 1 of .*\n.*00000 has no metrics.jsonl") as raised:
+        sync(run, "csv", said.append)
+    assert raised.value.code == INVALID
+    assert f"{run}/trials/00001: csv has it all" in said
+
+
+def test_sync_tells_another_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dead address in the run's settings: said whole; --tracking-uri names another, and each has everything once."""
+    from mlflow import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    run, said = finished(tmp_path, "tracking=mlflow", "tracking.mlflow.tracking_uri=http://127.0.0.1:9"), list[str]()
+    with pytest.raises(MantaError) as raised:
+        sync(run, "mlflow", said.append)
+    assert str(raised.value) == (
+        f"mlflow could not be told of {run}: no answer from http://127.0.0.1:9 (connection refused); "
+        "it is tracking.mlflow.tracking_uri of the run. To tell another server: --tracking-uri URI."
+    )
+    databases = [f"sqlite:///{tmp_path}/{name}.db" for name in ("one", "other")]
+    command = ["scripts/runs.py", "--storage", str(tmp_path), "sync", "latest", "--to", "mlflow", "--tracking-uri"]
+    (tmp_path / "latest").symlink_to(run.path)
+    sync(run, "mlflow", said.append, databases[0])
+    with open(run.metrics, "a") as file:
+        file.write('{"step": 3, "epoch": 1, "time": 3, "train/loss": 0.1}\n')
+    assert main([*command, databases[1]], ROOT) == FINISHED
+    sync(run, "mlflow", said.append, databases[0])  # what the other was told counts for nothing here
+    for uri in databases:
+        client = MlflowClient(uri)
+        (experiment,) = [e.experiment_id for e in client.search_experiments() if e.name == "manta"]
+        (there,) = client.search_runs([experiment])
+        history = client.get_metric_history(there.info.run_id, "train/loss")
+        assert sorted((m.step, m.value) for m in history) == [(1, 0.25), (2, 0.5), (3, 0.1)]
+    assert main([*command, "ftp://nowhere"], ROOT) == INVALID
+    with pytest.raises(MantaError, match="--tracking-uri is of mlflow"):
+        sync(run, "csv", said.append, databases[0])
+
+
+def test_errors_of_databases_are_one_line(tmp_path: Path) -> None:
+    config = make_config(f"storage.path={tmp_path}", "tracking=mlflow")
+    pages = (
+        "(sqlite3.OperationalError) table spans already exists\n[SQL: \nCREATE TABLE spans (...)\n]\n"
+        "(Background on this error at: https://sqlalche.me/e/20/e3q8)"
+    )
+    assert explain(RuntimeError(pages), "mlflow", config) == (
+        f"the database {tmp_path}/mlflow.db is half made ((sqlite3.OperationalError) table spans already exists). "
+        f"If it has no other runs, delete it: rm {tmp_path}/mlflow.db"
+    )
+    away = make_config("tracking=mlflow", f"tracking.mlflow.tracking_uri=sqlite:///{tmp_path}/no/m.db")
+    assert explain(RuntimeError("(sqlite3.OperationalError) unable to open"), "mlflow", away) == (
+        f"the folder of {tmp_path}/no/m.db does not exist; it is tracking.mlflow.tracking_uri of the run"
+    )
 
 
 @pytest.mark.drill

@@ -120,10 +120,15 @@ def shown(config: Config) -> str:
         elif name == "mlflow":
             uri = config.tracking.mlflow.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
             default = "" if uri else f" {short(Path(config.storage.path) / 'mlflow.db')}"
-            words.append(f"mlflow{default}" if uri is None else f"mlflow {re.sub('//[^/@]*@', '//', uri)}")
+            words.append(f"mlflow{default}" if uri is None else f"mlflow {without_secrets(uri)}")
         else:
             words.append(name)
     return ", ".join(words)
+
+
+def without_secrets(uri: str) -> str:
+    """An address without user and password."""
+    return re.sub("//[^/@]*@", "//", uri)
 
 
 # --- a run as trackers name it ---------------------------------------------------------------------------------------

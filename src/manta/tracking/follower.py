@@ -36,6 +36,7 @@ from manta.tracking import (
     told_all,
     update_state,
 )
+from manta.tracking.trouble import explain
 
 POLL_S = 1.0
 LONGEST_PAUSE_S = 30.0
@@ -54,6 +55,7 @@ class Feed(threading.Thread):
         self.begun = self.over = False
         self.state = state
         self.failures = 0
+        self._shown: set[type[Exception]] = set()
         self._wake = threading.Event()
 
     def finish(self, state: str) -> None:
@@ -106,10 +108,16 @@ class Feed(threading.Thread):
 
     def _failed(self, error: Exception) -> None:
         self.failures += 1
-        traceback.print_exception(error)
+        if type(error) not in self._shown:  # one that stays away is tried again and again
+            self._shown.add(type(error))
+            traceback.print_exception(error)
+        else:
+            print(
+                f"{self.tracker_name} of {self.run_dir}: {explain(error, self.tracker_name, self.config)}", flush=True
+            )
         if self.failures == 1:
-            first = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-            self._say("down", f"cannot be told ({first}). Nothing is lost, and training goes on.")
+            cause = explain(error, self.tracker_name, self.config)
+            self._say("down", f"cannot be told ({cause}). Nothing is lost, and training goes on.")
 
     def _say(self, what: str, text: str = "") -> None:
         self.tell(tracker=self.tracker_name, what=what, text=text)

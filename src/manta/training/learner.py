@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from manta.config import Config
 from manta.errors import FAILED, MantaError
+from manta.runs import find_checkpoint
 from manta.session import Session
 from manta.targets import build
 from manta.training.ema import Ema
@@ -157,9 +158,16 @@ class Learner:
             return
         what = "the gradient is not finite" if math.isfinite(loss.item()) else f"the loss is {loss.item()}"
         message = f"Training diverged: {what} at step {step} on rank {self.session.rank}."
+        run = self.session.run
+        again = (
+            f"then continue from the last checkpoint: python train.py resume={run} optimizer.lr=..."
+            if find_checkpoint(run.checkpoints, "last")
+            else "and start anew: there is no checkpoint yet."
+        )
+        set_to = self.config.optimizer.get("lr")
         advice = (
-            f" Nothing was overwritten. Try a lower optimizer.lr (now {self.lr:.3g}) or training.grad_clip_norm=1.0, "
-            f"then continue from the last checkpoint: python train.py resume={self.session.run} optimizer.lr=..."
+            f" Nothing was overwritten. Try a lower optimizer.lr (set to {set_to}, {self.lr:.3g} at this step) or "
+            f"training.grad_clip_norm=1.0, {again}"
         )
         raise MantaError(message if self.session.watched else message + advice, code=FAILED)
 
