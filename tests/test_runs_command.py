@@ -483,6 +483,16 @@ def test_table_in_latex_is_escaped(storage: Path, capsys: pytest.CaptureFixture[
 # --- rerun -------------------------------------------------------------------------------------------------------
 
 
+def test_rerun_refuses_what_no_run_can_have(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(storage, "2026-01-01/10-00-00")
+    found = runs_py(capsys, storage, "rerun", "latest", "--print", "nosuch=3", code=2)
+    assert "nosuch=3: there is no setting nosuch." in found
+    found = runs_py(capsys, storage, "rerun", "latest", "--print", "modle=cnn", code=2)
+    assert "Did you mean model?" in found
+    for good in ("model=cnn", "optimizer.lr=1", "search/space=none", "+new.key=1", "hydra.verbose=true"):
+        assert good in runs_py(capsys, storage, "rerun", "latest", "--print", good)
+
+
 def test_rerun_prints_the_command(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make(storage, "2026-01-01/10-00-00", "model=cnn", "training.epochs=2")
     with open(run / "overrides.txt", "a") as file:
@@ -606,8 +616,9 @@ def test_csv_is_the_union_of_keys(storage: Path, tmp_path: Path, capsys: pytest.
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"step": 24, "epo')  # killed in mid-line
     expected = "step,epoch,time,train/loss,val/accuracy\n10,1,1.5,0.5,\n23,1,2.5,,0.9\n"
-    assert runs_py(capsys, storage, "csv", "10-00") == expected
-    assert runs_py(capsys, storage, "csv", "10-00", "--output", "m.csv") == ""
+    warning = "1 line(s) of outputs/2026-01-01/10-00-00/metrics.jsonl are damaged or cut off, and left out.\n"
+    assert sorted(runs_py(capsys, storage, "csv", "10-00").splitlines()) == sorted((expected + warning).splitlines())
+    assert runs_py(capsys, storage, "csv", "10-00", "--output", "m.csv") == warning
     assert (tmp_path / "m.csv").read_text() == expected
     assert "cannot be written" in runs_py(capsys, storage, "csv", "10-00", "--output", "no/m.csv", code=2)
 

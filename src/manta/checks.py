@@ -175,9 +175,10 @@ def names(config: Config) -> Iterator[str]:
     tags = {f"tags[{index}]": tag for index, tag in enumerate(config.tags)}
     for key, name in {"name": config.name, "group": config.group, "data.name": config.data.name, **tags}.items():
         if name is not None and not NAME.fullmatch(name):
+            shown = name if len(name) <= 100 else f"{name[:100]}..."
             safe = re.sub(r"[^A-Za-z0-9._+=-]+", "-", name).strip("-.")[:80] or "my-run"
             yield (
-                f"{key}={name!r} may have up to 80 letters, digits and . _ + = - and starts with a letter or digit. "
+                f"{key}={shown!r} may have up to 80 letters, digits and . _ + = - and starts with a letter or digit. "
                 f"{safe} would do."
             )
 

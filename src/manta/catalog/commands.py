@@ -303,7 +303,9 @@ def _agreed(total: str, arguments: Namespace) -> bool:
 
 def _csv(arguments: Namespace, hand: Hand) -> int:
     entry = hand.pick(arguments.run)
-    text = listing.metrics_csv(entry)
+    text, damaged = listing.metrics_csv(entry)
+    if damaged:
+        hand.warn(f"{damaged} line(s) of {entry}/metrics.jsonl are damaged or cut off, and left out.")
     if arguments.output is None:
         sys.stdout.write(text)
         return FINISHED

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from manta.config import Config
 from manta.errors import FAILED, MantaError
-from manta.runs import find_checkpoint
 from manta.session import Session
 from manta.targets import build
 from manta.training.ema import Ema
@@ -94,6 +93,8 @@ class Learner:
         if session.main and config.tracking.watch is not None:
             path, every = session.run.histograms, config.training.log_every_n_steps
             self.histograms = Histograms(path, bare(self.model), config.tracking.watch, every)
+        self.saved = False
+        """Whether there is a checkpoint of this run, perhaps still being written."""
         self._found, self._one = torch.zeros((), device=session.device), torch.ones((), device=session.device)
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
 
@@ -161,7 +162,7 @@ class Learner:
         run = self.session.run
         again = (
             f"then continue from the last checkpoint: python train.py resume={run} optimizer.lr=..."
-            if find_checkpoint(run.checkpoints, "last")
+            if self.saved
             else "and start anew: there is no checkpoint yet."
         )
         set_to = self.config.optimizer.get("lr")
