@@ -443,6 +443,7 @@ def test_one_damaged_trial_keeps_no_other_back(lab: Lab) -> None:
         sync(run, "csv", said.append)
     assert raised.value.code == INVALID
     assert f"{run}/trials/00001: csv has it all" in said
+    assert told_all(RunDir(run.path / "trials/00001"), "csv")
 
 
 def test_sync_tells_another_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,20 @@ from manta.errors import FAILED, MantaError
 from manta.resume import load
 from manta.runs import RunDir
 from manta.search.record import STOPPED
-from manta.tracking import KILLED, NAMES, Draws, Histograms, Points, make, reported, sole, update_state, wandb_mode
+from manta.tracking import (
+    KILLED,
+    NAMES,
+    Draws,
+    Histograms,
+    Points,
+    end_is_told,
+    make,
+    remember_end,
+    reported,
+    sole,
+    update_state,
+    wandb_mode,
+)
 from manta.tracking.live import Say
 from manta.tracking.trouble import explain
 
@@ -75,6 +88,8 @@ def _tell(run: RunDir, name: str, uri: str | None, say: Say) -> None:
                 tracker.histograms(Histograms(run.histograms).new())
             tracker.end(state)
             update_state(run, name, ended=state, bytes=size)
+            if not end_is_told(run):
+                remember_end(run, state)
     except MantaError:
         raise
     except Exception as error:
