@@ -89,6 +89,14 @@ def test_not_a_number(lab: Lab, workers: int, rank: int) -> None:
     assert lab.latest.read("summary.json")["state"] == "failed"
 
 
+def test_not_a_number_before_there_is_a_checkpoint(lab: Lab) -> None:
+    """Nothing to continue from: no command that would, and the rate that was set."""
+    error = fails(lab, *placed(0), *fault("PoisonAt", call=3, rank=0), "optimizer.lr=0.25")
+    assert "Try a lower optimizer.lr (set to 0.25, 0.0441 at this step)" in str(error)
+    assert "start anew: there is no checkpoint yet" in str(error)
+    assert "resume=" not in str(error)
+
+
 def test_a_worker_that_is_gone(tmp_path: Path) -> None:
     """Ray reports the dead one by its actor, the others by a broken connection."""
     run = RunDir(tmp_path)

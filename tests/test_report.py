@@ -513,7 +513,7 @@ def test_a_report_that_fails_is_one_line(run: RunDir, tmp_path: Path) -> None:
     report_after(broken, view)
     (line,) = view.said
     assert line.startswith("The report could not be made: ")
-    assert "cannot be read: it has no objective" in line
+    assert "cannot be read: config.yaml has no objective" in line
     assert line.endswith(f"; python scripts/report.py run='{broken.path}'")
     assert not (broken.path / "report.html").exists()
     view = Told()

@@ -23,7 +23,8 @@ from manta.catalog import commands, remove, render
 from manta.catalog.entries import DAMAGED, DIED, Entry, pick, scan
 from manta.catalog.render import Column, Table
 from manta.catalog.settings import Defaults, flatten, read_config, read_overrides
-from manta.runs import RunDir
+from manta.errors import MantaError
+from manta.runs import RunDir, find
 from tests.conftest import ROOT, Lab, make_config
 
 SCRIPT = "scripts/runs.py"
@@ -381,6 +382,39 @@ def test_show(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["evaluate"] == "python scripts/evaluate.py run=outputs/2026-01-01/10-00-00"
 
 
+def test_show_offers_only_what_works(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def offered(name: str) -> set[str]:
+        rows = dict(re.findall(r"^(\w+) +(.*)$", runs_py(capsys, storage, "show", name), re.MULTILINE))
+        return {"resume", "evaluate", "predict"} & set(rows)
+
+    for number, missing in enumerate(("status.json", "config.yaml"), start=1):
+        run = make(storage, f"2026-01-01/10-00-0{number}")
+        assert offered(f"10-00-0{number}") == {"resume", "evaluate", "predict"}
+        (run / missing).unlink()
+        assert offered(f"10-00-0{number}") == set()
+        with pytest.raises(MantaError, match=rf"not a run directory \(it has no {missing}\)"):
+            find(str(run), str(storage))
+    run = make(storage, "2026-01-01/10-00-03")
+    (run / "status.json").write_text('{"state"')
+    assert offered("10-00-03") == set()
+    search = make(storage, "2026-01-01/10-00-04")
+    (search / "space.yaml").write_text("{}")
+    assert offered("10-00-04") == {"resume"}
+    (search / "best" / "checkpoint").mkdir(parents=True)
+    assert offered("10-00-04") == {"resume", "evaluate", "predict"}
+
+
+def test_every_command_knows_a_run_by_its_name(storage: Path) -> None:
+    """resume=, run= and runs= of the scripts, too."""
+    first, second = (make(storage, f"2026-01-01/10-00-0{number}-k{number}") for number in (1, 2))
+    assert find("k1", str(storage)).path == first.resolve()
+    assert find("10-00-02", str(storage)).path == second.resolve()
+    with pytest.raises(MantaError, match="resume=10-00 means 2 runs"):
+        find("10-00", str(storage))
+    with pytest.raises(MantaError, match="run=k3: no such directory"):
+        find("k3", str(storage), "run")
+
+
 def test_compare(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make(storage, "2026-01-01/10-00-00", "seed=1", value=0.9, test=0.7)
     make(storage, "2026-01-01/11-00-00", "model=cnn", value=0.8, test=0.75, commit="b" * 40, torch="2.13.0")
@@ -447,6 +481,16 @@ def test_table_in_latex_is_escaped(storage: Path, capsys: pytest.CaptureFixture[
 
 
 # --- rerun -------------------------------------------------------------------------------------------------------
+
+
+def test_rerun_refuses_what_no_run_can_have(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(storage, "2026-01-01/10-00-00")
+    found = runs_py(capsys, storage, "rerun", "latest", "--print", "nosuch=3", code=2)
+    assert "nosuch=3: there is no setting nosuch." in found
+    found = runs_py(capsys, storage, "rerun", "latest", "--print", "modle=cnn", code=2)
+    assert "Did you mean model?" in found
+    for good in ("model=cnn", "optimizer.lr=1", "search/space=none", "+new.key=1", "hydra.verbose=true"):
+        assert good in runs_py(capsys, storage, "rerun", "latest", "--print", good)
 
 
 def test_rerun_prints_the_command(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -572,8 +616,9 @@ def test_csv_is_the_union_of_keys(storage: Path, tmp_path: Path, capsys: pytest.
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"step": 24, "epo')  # killed in mid-line
     expected = "step,epoch,time,train/loss,val/accuracy\n10,1,1.5,0.5,\n23,1,2.5,,0.9\n"
-    assert runs_py(capsys, storage, "csv", "10-00") == expected
-    assert runs_py(capsys, storage, "csv", "10-00", "--output", "m.csv") == ""
+    warning = "1 line(s) of outputs/2026-01-01/10-00-00/metrics.jsonl are damaged or cut off, and left out.\n"
+    assert sorted(runs_py(capsys, storage, "csv", "10-00").splitlines()) == sorted((expected + warning).splitlines())
+    assert runs_py(capsys, storage, "csv", "10-00", "--output", "m.csv") == warning
     assert (tmp_path / "m.csv").read_text() == expected
     assert "cannot be written" in runs_py(capsys, storage, "csv", "10-00", "--output", "no/m.csv", code=2)
 

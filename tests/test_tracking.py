@@ -1,8 +1,10 @@
 """Trackers: told everything once, whatever happens to the run or to them; and never a burden."""
 
+import dataclasses
 import json
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import socket
@@ -21,10 +23,13 @@ import requests
 import torch
 import yaml
 
-from manta.errors import FINISHED, MantaError
+from manta.catalog.commands import main
+from manta.errors import FINISHED, INVALID, MantaError
 from manta.runs import RunDir, read_lines
-from manta.tracking import Points, make, place
+from manta.tracking import Points, make, place, remember_end, sole, told_all
+from manta.tracking.live import settle, tell_rest
 from manta.tracking.sync import sync
+from manta.tracking.trouble import explain
 from manta.training.checkpoint import load_checkpoint
 from tests import wandb_files
 from tests.conftest import ROOT, Lab, history, make_config, summary, wait_for
@@ -338,6 +343,157 @@ def test_a_search_and_its_trials(lab: Lab, server: Server) -> None:
     assert wandb_files.read(run.path).run.job_type == "search"
 
 
+def searched(lab: Lab, *trials: str, uri: str) -> RunDir:
+    """A search as its processes leave it when the trials' trackers were too slow: two lines a trial, none of them told."""
+    run = RunDir(lab.folder / "2026-11-30" / "12-00-00-search")
+    for each in (run, *(RunDir(run.path / name) for name in trials)):
+        each.path.mkdir(parents=True)
+        each.save_config(
+            make_config("tracking=[mlflow,csv]", uri, f"storage.path={lab.folder}", "tracking.finish_s=100")
+        )
+        each.write("status.json", {"state": "finished"})
+        if each != run:
+            lines = [{"step": step, "epoch": 1, "time": step, "train/loss": step / 4} for step in (1, 2)]
+            each.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+            each.write("summary.json", {"best": {"epoch": 1, "step": 2, "metrics": {"val/loss": 0.25}}})
+    (run.path / "space.yaml").write_text("{}")
+    return run
+
+
+def test_what_trials_could_not_tell_their_search_tells(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
+    """Processes of trials go with the search, perhaps before a tracker answered: none is left out, and none in silence."""
+    from mlflow import MlflowClient
+
+    said: list[str] = []
+    uri = f"tracking.mlflow.tracking_uri=sqlite:///{lab.folder}/mlflow.db"
+    names = ("trials/00000", "trials/00001", "refit/00000/seed-2")
+    run = searched(lab, *names, uri=uri)
+    remember_end(RunDir(run.path / names[0]), "stopped")  # said, but not heard
+    config = make_config("tracking=[mlflow,csv]", uri, f"storage.path={lab.folder}", "tracking.finish_s=100")
+    settle(run, "finished", config, said.append)
+    assert said == []
+    client = MlflowClient(f"sqlite:///{lab.folder}/mlflow.db")
+    parent = run.read("tracking/mlflow.json")["run_id"]
+    for part in (RunDir(run.path / name) for name in names):
+        there = client.get_run(part.read("tracking/mlflow.json")["run_id"])
+        assert (there.data.tags["mlflow.parentRunId"], there.info.status) == (parent, "FINISHED")
+        assert there.data.metrics["train/loss"] == 0.5
+        epochs = client.get_metric_history(there.info.run_id, "epoch")
+        assert [(m.step, m.value) for m in epochs] == [(1, 1.0), (2, 1.0)]  # with each report, and not once more
+        assert there.data.metrics["best/val/loss"] == 0.25
+        assert told_all(part, "mlflow")
+        assert told_all(part, "csv")
+        assert (part.path / "metrics.csv").is_file()
+    assert there.data.tags["manta.state"] == "finished"
+    # All is told: nothing is done again, and nobody waits.
+    before = [(run.path / name / "tracking" / "mlflow.json").stat().st_mtime_ns for name in names]
+    assert tell_rest({RunDir(run.path / name): "finished" for name in names[1:]}, ["mlflow"], config, set()) == {}
+    assert before == [(run.path / name / "tracking" / "mlflow.json").stat().st_mtime_ns for name in names]
+    # More was reported than was told, and there is no time.
+    with open(run.path / names[1] / "metrics.jsonl", "a") as file:
+        file.write('{"step": 3, "epoch": 1, "time": 3, "train/loss": 0.1}\n')
+    short = dataclasses.replace(config, tracking=dataclasses.replace(config.tracking, finish_s=0.0))
+    with sole(RunDir(run.path / names[1]), "mlflow"):  # it hangs
+        settle(run, "finished", short, said.append)
+    command = f"python scripts/runs.py sync {run} --to mlflow"
+    assert [line for line in said if line.startswith("mlflow")] == [
+        f"mlflow has not been told all of 1 of the 3 trials and refits of {run}. Later: {command}"
+    ]
+    assert main(["scripts/runs.py", "--storage", str(lab.folder), *shlex.split(command)[2:]], ROOT) == FINISHED
+    assert capsys.readouterr().out.count("mlflow has it all") == 4
+    assert told_all(RunDir(run.path / names[1]), "mlflow")
+    there = client.get_run(RunDir(run.path / names[1]).read("tracking/mlflow.json")["run_id"])
+    assert there.data.metrics["train/loss"] == 0.1
+
+
+def finished(folder: Path, *overrides: str) -> RunDir:
+    """A run with two lines, as it ends."""
+    run = RunDir(folder / "2026-11-30" / "13-00-00")
+    run.path.mkdir(parents=True)
+    run.save_config(make_config(f"storage.path={folder}", *overrides))
+    run.write("status.json", {"state": "finished"})
+    lines = [{"step": step, "epoch": 1, "time": step, "train/loss": step / 4} for step in (1, 2)]
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return run
+
+
+def test_sync_says_what_is_not_there(tmp_path: Path) -> None:
+    run, said = finished(tmp_path), list[str]()
+    with open(run.metrics, "a") as file:
+        file.write('{"step": 3, "epo')
+    sync(run, "csv", said.append)
+    assert said == [f"{run}: csv has it all but the last line of metrics.jsonl, which is cut off"]
+    assert len((run.path / "metrics.csv").read_text().splitlines()) == 3
+    text = run.metrics.read_text()
+    run.metrics.write_text("no report\n" + text)
+    with pytest.raises(MantaError, match=r"metrics.jsonl is damaged: line 1 is no report"):
+        sync(run, "csv", said.append)
+    run.metrics.unlink()
+    for name in ("csv", "mlflow", "tensorboard"):
+        with pytest.raises(MantaError, match=f"no metrics.jsonl any more: there is nothing to tell {name}") as raised:
+            sync(run, name, said.append)
+        assert raised.value.code == INVALID
+    assert len(said) == 1
+
+
+def test_one_damaged_trial_keeps_no_other_back(lab: Lab) -> None:
+    run, said = searched(lab, "trials/00000", "trials/00001", uri="tracking.mlflow.experiment_name=x"), list[str]()
+    (run.path / "trials/00000/metrics.jsonl").unlink()
+    with pytest.raises(MantaError, match=r"csv has been told all but 1 of .*\n.*00000 has no metrics.jsonl") as raised:
+        sync(run, "csv", said.append)
+    assert raised.value.code == INVALID
+    assert f"{run}/trials/00001: csv has it all" in said
+    assert told_all(RunDir(run.path / "trials/00001"), "csv")
+
+
+def test_sync_tells_another_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dead address in the run's settings: said whole; --tracking-uri names another, and each has everything once."""
+    from mlflow import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    run, said = finished(tmp_path, "tracking=mlflow", "tracking.mlflow.tracking_uri=http://127.0.0.1:9"), list[str]()
+    with pytest.raises(MantaError) as raised:
+        sync(run, "mlflow", said.append)
+    assert str(raised.value) == (
+        f"mlflow could not be told of {run}: no answer from http://127.0.0.1:9 (connection refused); "
+        "it is tracking.mlflow.tracking_uri of the run. To tell another server: --tracking-uri URI."
+    )
+    databases = [f"sqlite:///{tmp_path}/{name}.db" for name in ("one", "other")]
+    command = ["scripts/runs.py", "--storage", str(tmp_path), "sync", "latest", "--to", "mlflow", "--tracking-uri"]
+    (tmp_path / "latest").symlink_to(run.path)
+    sync(run, "mlflow", said.append, databases[0])
+    with open(run.metrics, "a") as file:
+        file.write('{"step": 3, "epoch": 1, "time": 3, "train/loss": 0.1}\n')
+    assert main([*command, databases[1]], ROOT) == FINISHED
+    sync(run, "mlflow", said.append, databases[0])  # what the other was told counts for nothing here
+    for uri in databases:
+        client = MlflowClient(uri)
+        (experiment,) = [e.experiment_id for e in client.search_experiments() if e.name == "manta"]
+        (there,) = client.search_runs([experiment])
+        history = client.get_metric_history(there.info.run_id, "train/loss")
+        assert sorted((m.step, m.value) for m in history) == [(1, 0.25), (2, 0.5), (3, 0.1)]
+    assert main([*command, "ftp://nowhere"], ROOT) == INVALID
+    with pytest.raises(MantaError, match="--tracking-uri is of mlflow"):
+        sync(run, "csv", said.append, databases[0])
+
+
+def test_errors_of_databases_are_one_line(tmp_path: Path) -> None:
+    config = make_config(f"storage.path={tmp_path}", "tracking=mlflow")
+    pages = (
+        "(sqlite3.OperationalError) table spans already exists\n[SQL: \nCREATE TABLE spans (...)\n]\n"
+        "(Background on this error at: https://sqlalche.me/e/20/e3q8)"
+    )
+    assert explain(RuntimeError(pages), "mlflow", config) == (
+        f"the database {tmp_path}/mlflow.db is half made ((sqlite3.OperationalError) table spans already exists). "
+        f"If it has no other runs, delete it: rm {tmp_path}/mlflow.db"
+    )
+    away = make_config("tracking=mlflow", f"tracking.mlflow.tracking_uri=sqlite:///{tmp_path}/no/m.db")
+    assert explain(RuntimeError("(sqlite3.OperationalError) unable to open"), "mlflow", away) == (
+        f"the folder of {tmp_path}/no/m.db does not exist; it is tracking.mlflow.tracking_uri of the run"
+    )
+
+
 @pytest.mark.drill
 @pytest.mark.usefixtures("ray_cluster")
 def test_trials_that_take_over_weights(lab: Lab) -> None:
@@ -439,7 +595,8 @@ def test_twenty_at_once_in_one_database(lab: Lab) -> None:
         assert process.stdin is not None
         for run in runs[first : first + 5]:
             number = runs.index(run)
-            process.stdin.write(json.dumps({"follow": str(run.path), "number": number, "trackers": ["mlflow"]}) + "\n")
+            follow = {"follow": str(run.path), "number": number, "trackers": ["mlflow"], "state": None}
+            process.stdin.write(json.dumps(follow) + "\n")
             process.stdin.write(json.dumps({"end": number, "state": "finished"}) + "\n")
         process.stdin.flush()
     for process in followers:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from manta.config import CLUSTER_KINDS, PRECISIONS, SCHEMA_VERSION, STRATEGIES, Config, Storage
 from manta.errors import MantaError, nearest
@@ -105,6 +106,7 @@ CHOICES = {
     "tracking.wandb.mode": ("online", "offline", "disabled"),
 }
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,79}")
+LONGEST_EXPERIMENT, LONGEST_WANDB_NAME, SHORTEST_WANDB_KEY = 500, 128, 40  # characters, of MLflow and W&B
 LOWER_IS_BETTER = ("loss", "error", "perplexity", "mae", "mse", "rmse")
 HIGHER_IS_BETTER = ("accuracy", "acc", "f1", "auc", "auroc", "precision", "recall")
 COMPARE = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
@@ -174,9 +176,10 @@ def names(config: Config) -> Iterator[str]:
     tags = {f"tags[{index}]": tag for index, tag in enumerate(config.tags)}
     for key, name in {"name": config.name, "group": config.group, "data.name": config.data.name, **tags}.items():
         if name is not None and not NAME.fullmatch(name):
+            shown = name if len(name) <= 100 else f"{name[:100]}..."
             safe = re.sub(r"[^A-Za-z0-9._+=-]+", "-", name).strip("-.")[:80] or "my-run"
             yield (
-                f"{key}={name!r} may have up to 80 letters, digits and . _ + = - and starts with a letter or digit. "
+                f"{key}={shown!r} may have up to 80 letters, digits and . _ + = - and starts with a letter or digit. "
                 f"{safe} would do."
             )
 
@@ -433,23 +436,60 @@ def trackers(config: Config) -> Iterator[str]:
         name = getattr(settings.wandb, key)
         if name is not None and (not name.strip() or re.search(r"[/\\#?%:\r\n]", name)):
             yield f"tracking.wandb.{key}={name} is no name for W&B: it may not be empty or contain / \\ # ? % :"
-    uri = settings.mlflow.tracking_uri
+        if name is not None and len(name) > LONGEST_WANDB_NAME:
+            yield f"tracking.wandb.{key} has {len(name)} characters; W&B takes {LONGEST_WANDB_NAME}."
+    if settings.wandb.enabled and settings.wandb.mode is None:
+        yield from _wandb_environment()
+    uri, named = settings.mlflow.tracking_uri, "tracking.mlflow.tracking_uri"
+    given = os.environ.get("MLFLOW_TRACKING_URI") if uri is None and settings.mlflow.enabled else None
+    if given and (wrong := mlflow_address("MLFLOW_TRACKING_URI", given)):
+        yield wrong
     if uri is not None and re.match(r"\w+(\+\w+)?://[^/@]*:[^/@]*@", uri):
         yield (
             "tracking.mlflow.tracking_uri has a password in it, and settings are written to files. Leave it out and set "
             "MLFLOW_TRACKING_URI (or _USERNAME and _PASSWORD) in the environment or in .env."
         )
-    elif uri is not None and not re.match(r"(https?|sqlite|postgresql|mysql|mssql|databricks)(\+\w+)?(:|$)", uri):
-        yield (
-            f"tracking.mlflow.tracking_uri={uri} is no address of MLflow: http://host:port of a server, or "
-            "sqlite:////absolute/file.db (it keeps no plain folders any more)."
-        )
+    elif uri is not None and (wrong := mlflow_address(named, uri)):
+        yield wrong
     if not settings.mlflow.experiment_name.strip():
         yield "tracking.mlflow.experiment_name is empty."
+    if (length := len(settings.mlflow.experiment_name)) > LONGEST_EXPERIMENT:
+        yield f"tracking.mlflow.experiment_name has {length} characters; MLflow takes {LONGEST_EXPERIMENT}."
     if settings.watch is not None and config.scaling.strategy == "fsdp2":
         yield f"tracking.watch={settings.watch}: with scaling.strategy=fsdp2 no rank has whole parameters. Set it to null."
-    if settings.watch is not None and not (settings.wandb.enabled or settings.tensorboard.enabled):
+    known = settings.watch in CHOICES["tracking.watch"]
+    if known and not (settings.wandb.enabled or settings.tensorboard.enabled):
         yield f"tracking.watch={settings.watch} is shown by W&B and TensorBoard: add tracking=wandb or tracking=tensorboard."
+
+
+def _wandb_environment() -> Iterator[str]:
+    """What W&B reads there, where no setting says otherwise."""
+    mode, modes, key = os.environ.get("WANDB_MODE"), CHOICES["tracking.wandb.mode"], os.environ.get("WANDB_API_KEY")
+    if mode and mode not in modes:
+        yield f"WANDB_MODE={mode} of the environment must be one of {', '.join(modes)}."
+    elif key and len(key) < SHORTEST_WANDB_KEY and mode in (None, "", "online"):
+        yield (
+            f"WANDB_API_KEY of the environment is no key: it has {len(key)} characters, a key has {SHORTEST_WANDB_KEY} or "
+            "more. Without one: tracking.wandb.mode=offline"
+        )
+
+
+def mlflow_address(name: str, uri: str) -> str | None:
+    """Why this is no address of MLflow, if it is none."""
+    shown = re.sub("//[^/@]*@", "//", uri)
+    if not re.match(r"(https?|sqlite|postgresql|mysql|mssql|databricks)(\+\w+)?(:|$)", uri):
+        return (
+            f"{name}={shown} is no address of MLflow: http://host:port of a server, or "
+            "sqlite:////absolute/file.db (it keeps no plain folders any more)."
+        )
+    try:
+        parts = urlsplit(uri)
+        if parts.scheme in ("http", "https") and not parts.hostname:
+            return f"{name}={shown} names no host: http://host:port of a server."
+        _ = parts.port
+    except ValueError as error:
+        return f"{name}={shown} is no address of MLflow, http://host:port of a server: {error}"
+    return None
 
 
 RULES: tuple[Callable[[Config], Iterator[str]], ...] = (

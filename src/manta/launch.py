@@ -332,9 +332,10 @@ class Launch:
     def _settle(self, run: RunDir, state: str) -> None:
         """Trackers hear how it ended, if nobody told them."""
         try:
-            settle({run: state}, self.config, self.view.say)
+            settle(run, state, self.config, self.view.say)
         except Exception as error:  # a tracker can never hurt a run
             self.view.note("".join(traceback.format_exception(error)))
+            self.view.say(f"Trackers could not be told how it ended ({error}). See {run}/{tracking.FOLDER}/log.txt.")
 
     def _in_process(self, needs: Needs, run: RunDir) -> str:
         from manta import session

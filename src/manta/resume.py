@@ -50,6 +50,8 @@ def load(run: RunDir, allowed: Iterable[str] = ()) -> DictConfig:
         saved = OmegaConf.load(path)
     except (OSError, ValueError, YAMLError) as error:
         raise MantaError(f"{path} cannot be read: {error}") from error
+    if not saved:
+        raise MantaError(f"{path} is empty: what {run} was cannot be told any more.")
     version = saved.get("schema_version") if isinstance(saved, DictConfig) else None
     if version != SCHEMA_VERSION:
         raise MantaError(

@@ -111,9 +111,12 @@ class RunDir:
         """
         path = self.path / name
         try:
-            return json.loads(path.read_text()) if path.is_file() else {}
+            found = json.loads(path.read_text()) if path.is_file() else {}
         except (OSError, ValueError) as error:
             raise MantaError(f"{path} cannot be read: {error}") from error
+        if not isinstance(found, dict):
+            raise MantaError(f"{path} cannot be read: it is no object of JSON, {{...}}.")
+        return found
 
     def write(self, name: str, value: dict[str, Any]) -> None:
         write_json(self.path / name, value)
@@ -348,15 +351,35 @@ def find(spec: str, storage: Storage, key: str = "resume") -> RunDir:
         if not path.exists():
             raise MantaError(f"{key}=latest: there is no run under {root} yet. Start one: python train.py")
     else:
-        path = next((p for p in (Path(spec).expanduser(), root / spec) if p.exists()), Path(spec))
-        if not path.exists():
+        there = next((p for p in (Path(spec).expanduser(), root / spec) if p.exists()), None) or _named(root, spec, key)
+        if there is None:
             raise MantaError(f"{key}={spec}: no such directory. Give a run directory, or `latest`.{_recent(root)}")
+        path = there
     path = path.resolve()
-    if not (path / "config.yaml").is_file() or not (path / "status.json").is_file():
+    missing = [name for name in ("config.yaml", "status.json") if not (path / name).is_file()]
+    if missing:
         raise MantaError(
-            f"{key}={spec}: {path} is not a run directory (it has no config.yaml and status.json).{_recent(root)}"
+            f"{key}={spec}: {path} is not a run directory (it has no {' and no '.join(missing)}).{_recent(root)}"
         )
     return RunDir(path)
+
+
+def _named(root: Path, spec: str, key: str) -> Path | None:
+    """The run with this in its date, time and name, as scripts/runs.py finds it.
+
+    Raises:
+        MantaError: there are several.
+    """
+    found = [
+        path
+        for path in sorted(root.glob("????-??-??/*/"))
+        if spec.strip() and spec in f"{path.parent.name}/{path.name}"
+    ]
+    exact = [path for path in found if spec in (path.name, path.name[9:])]
+    if len(found) > 1 and len(exact) != 1:
+        shown = ", ".join(short(path) for path in found[-5:])
+        raise MantaError(f"{key}={spec} means {len(found)} runs; give more of one of these: {shown}")
+    return next(iter(exact or found), None)
 
 
 def _recent(root: Path, count: int = 3) -> str:

@@ -156,7 +156,8 @@ def make_parser(script: str) -> ArgumentParser:
     removed.add_argument("--yes", action="store_true", help="do not ask")
     told = add("sync", "Tell a tracker what it missed, or everything; done twice it changes nothing.", many="runs")
     told.add_argument("runs", nargs="+", metavar="RUN", help=RUN_HELP)
-    told.add_argument("--to", required=True, metavar="TRACKER", help=", ".join(NAMES))
+    told.add_argument("--to", required=True, metavar="TRACKER", help=f"{', '.join(NAMES)}, or all that the run has on")
+    told.add_argument("--tracking-uri", metavar="URI", help="of MLflow, instead of the run's own")
     brought = add("upload", "Bring to its bucket what is not there yet (storage.path=s3://...).", many="runs")
     brought.add_argument("runs", nargs="+", metavar="RUN", help=RUN_HELP)
     exported = add("csv", "The metrics of a run as CSV, one row a report.")
@@ -320,7 +321,9 @@ def _agreed(total: str, arguments: Namespace) -> bool:
 
 def _csv(arguments: Namespace, hand: Hand) -> int:
     entry = hand.pick(arguments.run)
-    text = listing.metrics_csv(entry)
+    text, damaged = listing.metrics_csv(entry)
+    if damaged:
+        hand.warn(f"{damaged} line(s) of {entry}/metrics.jsonl are damaged or cut off, and left out.")
     if arguments.output is None:
         sys.stdout.write(text)
         return FINISHED
@@ -357,7 +360,9 @@ def _sync(arguments: Namespace, hand: Hand) -> int:
     from manta.tracking.sync import sync
 
     for entry in [hand.pick(spec) for spec in arguments.runs]:
-        sync(RunDir(entry.path), arguments.to, lambda text: print(text, flush=True))
+        for name in _trackers(entry) if arguments.to == "all" else [arguments.to]:
+            uri = arguments.tracking_uri if name == "mlflow" or arguments.to != "all" else None
+            sync(RunDir(entry.path), name, lambda text: print(text, flush=True), uri)
     return FINISHED
 
 
@@ -367,6 +372,18 @@ def _clean(_arguments: Namespace, _hand: Hand) -> int:
     removed = remove_sessions()
     print("\n".join(f"removed {folder}" for folder in removed) or "nothing was left")
     return FINISHED
+
+
+def _trackers(entry: Entry) -> list[str]:
+    """Those that are switched on for a run.
+
+    Raises:
+        MantaError: none is.
+    """
+    found = [name for name in NAMES if entry.config.get(f"tracking.{name}.enabled")]
+    if not found:
+        raise MantaError(f"--to all: no tracker was switched on for {entry}. Name one: --to {NAMES[1]}")
+    return found
 
 
 COMMANDS: dict[str, Callable[[Namespace, Hand], int]] = {

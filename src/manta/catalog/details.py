@@ -113,12 +113,14 @@ def _code(git: dict[str, Any]) -> str:
 
 def _commands(entry: Entry) -> Rows:
     """What can be done with it next."""
-    where, has_checkpoint = shlex.quote(str(entry)), entry.kind == "search"
-    has_checkpoint |= find_checkpoint(entry.path / "checkpoints", "best") is not None
-    rows: Rows = []
-    if entry.part is None and entry.state != "running" and entry.config:
+    where, whole, rows = shlex.quote(str(entry)), bool(entry.config and entry.status), []
+    if entry.kind == "search":
+        has_checkpoint = (entry.path / "best" / "checkpoint").exists()
+    else:
+        has_checkpoint = find_checkpoint(entry.path / "checkpoints", "best") is not None
+    if whole and entry.part is None and entry.state != "running":
         rows.append(("resume", f"python train.py resume={where}"))
-    if has_checkpoint:
+    if whole and has_checkpoint:
         rows.append(("evaluate", f"python scripts/evaluate.py run={where}"))
         rows.append(("predict", f"python scripts/predict.py run={where}"))
     return [*rows, ("repeat", f"python scripts/runs.py rerun {where}")]

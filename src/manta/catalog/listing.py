@@ -3,7 +3,6 @@
 import json
 import time
 from argparse import Namespace
-from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -93,27 +92,32 @@ def record(entry: Entry) -> dict[str, Any]:
 
 def nothing(storage: Path) -> str:
     """Why a list is empty."""
-    if storage.is_dir() and next(iter(scan(storage, Defaults(Path()))), None):
+    if not storage.is_dir():
+        return f"The folder {runs.short(storage)} does not exist. Start a run: python train.py"
+    if next(iter(scan(storage, Defaults(Path()))), None):
         return f"No run under {runs.short(storage)} is like that."
     return f"There is no run under {runs.short(storage)} yet. Start one: python train.py"
 
 
-def metrics_csv(entry: Entry) -> str:
-    """metrics.jsonl as CSV: the union of keys as columns, one row a report; lines that cannot be read are left out.
+def metrics_csv(entry: Entry) -> tuple[str, int]:
+    """metrics.jsonl as CSV: the union of keys as columns, one row a report; and how many lines cannot be read.
 
     Raises:
         MantaError: there are no metrics.
     """
     if entry.kind == "search":
         raise MantaError(f"{entry} is a search: its table is {entry}/trials.csv, and its trials have metrics each.")
-    lines = []
+    lines: list[Any] = []
     try:
         for line in entry.run.metrics.read_bytes().splitlines():
-            with suppress(ValueError):
+            try:
                 lines.append(json.loads(line))
+            except ValueError:
+                lines.append(None)
     except OSError as error:
         raise MantaError(f"{entry} has no metrics.jsonl that can be read: {error.strerror}.") from error
     reports = [line for line in lines if isinstance(line, dict)]
     if not reports:
         raise MantaError(f"{entry} has reported no metrics yet.")
-    return comma_separated([dict.fromkeys(("step", "epoch", "time")) | line for line in reports])
+    text = comma_separated([dict.fromkeys(("step", "epoch", "time")) | line for line in reports])
+    return text, len(lines) - len(reports)

@@ -1,12 +1,13 @@
 """`rerun`: the command that starts a run again, in a directory of its own."""
 
+import re
 import shlex
 from pathlib import Path
 
 from manta.catalog.details import code_differs
 from manta.catalog.entries import Entry
 from manta.catalog.settings import read_overrides, split_override
-from manta.errors import MantaError
+from manta.errors import MantaError, suggest
 
 
 def overrides_of(entry: Entry, more: list[str]) -> list[str]:
@@ -20,9 +21,26 @@ def overrides_of(entry: Entry, more: list[str]) -> list[str]:
             raise MantaError(f"{text} has no value: settings are written name=value, e.g. {text}=3.")
         if split_override(text)[0] == "resume":
             raise MantaError(f"{text}: rerun starts afresh. To continue a run: python train.py {text}")
+        _check_name(text, entry)
     if not (entry.path / "overrides.txt").is_file():
         raise MantaError(f"{entry} has no overrides.txt: it is not known what it was started with.")
     return read_overrides(shlex.join(entry.overrides) + "\n" + shlex.join(more))
+
+
+def _check_name(text: str, entry: Entry) -> None:
+    """Refuse what train.py has nothing of; what its groups have it knows best itself.
+
+    Raises:
+        MantaError: there is no such setting or group.
+    """
+    if text.startswith(("+", "~", "hydra")):
+        return
+    key = split_override(text)[0]
+    known = {*entry.defaults.flat, *entry.config, *entry.defaults.groups}
+    if re.split(r"[./@]", key)[0] not in {re.split(r"[./@]", name)[0] for name in known}:
+        found = suggest(key, known)
+        hint = f" Did you mean {found}?" if found else " `python train.py --cfg job` lists all."
+        raise MantaError(f"{text}: there is no setting {key}.{hint}")
 
 
 def command(root: Path, overrides: list[str]) -> list[str]:

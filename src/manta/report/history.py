@@ -86,7 +86,7 @@ def read_run(run: RunDir) -> Run:
         config = yaml.load(path.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         objective = config.get("objective") if isinstance(config, dict) else None
         if not isinstance(objective, dict) or not {"metric", "mode"} <= set(objective):
-            raise ValueError("it has no objective")
+            raise ValueError("config.yaml has no objective" if config else "config.yaml is empty")
         lines = read_lines(run.metrics)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise MantaError(f"{run} cannot be read: {' '.join(str(error).split())}") from error

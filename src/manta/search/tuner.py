@@ -37,7 +37,7 @@ from manta.search.space import Space
 from manta.search.study import EVENTS, Study
 from manta.search.trial import Job, Trial
 from manta.search.trials import Trials, number_of, why
-from manta.tracking.live import Live, settle
+from manta.tracking.live import Live
 from manta.view import View
 
 HEAD = "node:__internal_head__"  # every Ray's head node has 1 of it
@@ -126,7 +126,6 @@ class Search:
         cut = [replace(r, state=runs.INTERRUPTED) if r.state == runs.RUNNING else r for r in records]
         results.write_csv(self.run, self.config, self.space, cut)
         self._settle(cut)
-        settle({trial_dir(self.run, record.number): record.state for record in cut}, self.config, self.view.say)
         # The very best may have died before its checkpoint was written.
         any(self._publish(record) for record in ranked(records, self.config.objective.mode))
         refit = Refit(self)

@@ -120,10 +120,15 @@ def shown(config: Config) -> str:
         elif name == "mlflow":
             uri = config.tracking.mlflow.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
             default = "" if uri else f" {short(config.storage.folder / 'mlflow.db')}"
-            words.append(f"mlflow{default}" if uri is None else f"mlflow {re.sub('//[^/@]*@', '//', uri)}")
+            words.append(f"mlflow{default}" if uri is None else f"mlflow {without_secrets(uri)}")
         else:
             words.append(name)
     return ", ".join(words)
+
+
+def without_secrets(uri: str) -> str:
+    """An address without user and password."""
+    return re.sub("//[^/@]*@", "//", uri)
 
 
 # --- a run as trackers name it ---------------------------------------------------------------------------------------
@@ -174,6 +179,18 @@ def forget_end(run: RunDir) -> None:
 
 def end_is_told(run: RunDir) -> bool:
     return (run.path / FOLDER / "end.json").is_file()
+
+
+def told_all(run: RunDir, name: str) -> bool:
+    """Whether a tracker knows the end of a run, and all that was reported before."""
+    known, end = state_of(run, name), run.read(f"{FOLDER}/end.json")
+    size = reported(run)
+    return "state" in end and known.get("ended") == end["state"] and known.get("bytes", size) == size
+
+
+def reported(run: RunDir) -> int:
+    """Bytes of metrics.jsonl."""
+    return run.metrics.stat().st_size if run.metrics.is_file() else 0
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """The process that tells trackers of runs while they train: `python -m manta.tracking.follower <log>`.
 
-It hears on its input which runs to follow and how they ended ({"follow": run, "number": n, "trackers": names}, {"end": n,
-"state": state}), and says on its output what becomes of each ({"number", "tracker", "what", "text"}; what: begun, alive, down,
-say or ended). When the input closes, the process
+It hears on its input which runs to follow and how they ended ({"follow": run, "number": n, "trackers": names, "state": of one
+that has ended already}, {"end": n, "state": state}), and says on its output what becomes of each ({"number", "tracker", "what",
+"text"}; what: begun, alive, down, say or ended). When the input closes, the process
 that trains is gone: what is on disk is told to the end, then it ends too.
 """
 
@@ -23,7 +23,20 @@ from omegaconf import OmegaConf
 from manta.config import Config
 from manta.resume import load
 from manta.runs import RunDir
-from manta.tracking import KILLED, Draws, Histograms, Point, Points, Tracker, make, sole, update_state
+from manta.tracking import (
+    KILLED,
+    Draws,
+    Histograms,
+    Point,
+    Points,
+    Tracker,
+    make,
+    reported,
+    sole,
+    told_all,
+    update_state,
+)
+from manta.tracking.trouble import explain
 
 POLL_S = 1.0
 LONGEST_PAUSE_S = 30.0
@@ -32,7 +45,7 @@ LONGEST_PAUSE_S = 30.0
 class Feed(threading.Thread):
     """Tells one tracker of one run. Each has a thread, so that one that hangs keeps nobody waiting."""
 
-    def __init__(self, name: str, run: RunDir, config: Config, tell: Callable[..., None]) -> None:
+    def __init__(self, name: str, run: RunDir, config: Config, tell: Callable[..., None], state: str | None) -> None:
         super().__init__(daemon=True)
         self.tracker_name, self.run_dir, self.config, self.tell = name, run, config, tell
         self.points = Points(run.metrics)
@@ -40,8 +53,9 @@ class Feed(threading.Thread):
         self.pending: list[Point] = []
         self.drawn: list[dict[str, Any]] = []
         self.begun = self.over = False
-        self.state: str | None = None
+        self.state = state
         self.failures = 0
+        self._shown: set[type[Exception]] = set()
         self._wake = threading.Event()
 
     def finish(self, state: str) -> None:
@@ -50,7 +64,12 @@ class Feed(threading.Thread):
         self._wake.set()
 
     def run(self) -> None:
+        ended = self.state is not None
         with sole(self.run_dir, self.tracker_name):
+            if ended and told_all(self.run_dir, self.tracker_name):  # by the process before, meanwhile
+                self.over = True
+                self._say("ended")
+                return
             tracker = make(self.tracker_name, self.run_dir, self.config, lambda: self._say("alive"))
             while not self.over:
                 ending = self.state is not None
@@ -63,7 +82,7 @@ class Feed(threading.Thread):
                     self._wake.clear()
 
     def _turn(self, tracker: Tracker) -> None:
-        state = self.state  # before the lines are read: at the end all of them are there
+        state, size = self.state, reported(self.run_dir)  # before the lines are read: at the end all of them are there
         if not self.begun:
             tracker.begin()
             update_state(self.run_dir, self.tracker_name, ended=None)
@@ -80,7 +99,7 @@ class Feed(threading.Thread):
                 self.drawn = []
         if state is not None:
             tracker.end(state)
-            update_state(self.run_dir, self.tracker_name, ended=state)
+            update_state(self.run_dir, self.tracker_name, ended=state, bytes=size)
             self.over = True
             self._say("ended")
         elif self.failures:
@@ -89,10 +108,16 @@ class Feed(threading.Thread):
 
     def _failed(self, error: Exception) -> None:
         self.failures += 1
-        traceback.print_exception(error)
+        if type(error) not in self._shown:  # one that stays away is tried again and again
+            self._shown.add(type(error))
+            traceback.print_exception(error)
+        else:
+            print(
+                f"{self.tracker_name} of {self.run_dir}: {explain(error, self.tracker_name, self.config)}", flush=True
+            )
         if self.failures == 1:
-            first = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-            self._say("down", f"cannot be told ({first}). Nothing is lost, and training goes on.")
+            cause = explain(error, self.tracker_name, self.config)
+            self._say("down", f"cannot be told ({cause}). Nothing is lost, and training goes on.")
 
     def _say(self, what: str, text: str = "") -> None:
         self.tell(tracker=self.tracker_name, what=what, text=text)
@@ -151,7 +176,7 @@ def _feeds(command: dict[str, Any], tell: Callable[..., None]) -> list[Feed]:
             tell(tracker=name, what="down", text=f"cannot be told ({error}).")
         return []
     assert isinstance(config, Config)
-    found = [Feed(name, run, config, tell) for name in command["trackers"]]
+    found = [Feed(name, run, config, tell, command["state"]) for name in command["trackers"]]
     for feed in found:
         feed.start()
     return found

@@ -19,13 +19,15 @@ from manta import runs
 from manta.config import Config
 from manta.runs import RunDir
 from manta.search.record import STOPPED
-from manta.tracking import Alive, Point, Told, place, results, sole, state_of, update_state
+from manta.tracking import Alive, Point, Told, place, results, sole, state_of, update_state, without_secrets
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
 
 METRICS_A_BATCH, PARAMS_A_BATCH, LONGEST_KEY, LONGEST_VALUE, LONGEST_TAG = 1000, 100, 250, 500, 5000
 """What servers take; older ones take 500 characters of a parameter, newer ones 6,000."""
+NO_EPOCH = -1
+"""Of what is told at the end: its epochs were told with the lines."""
 FILES = ("config.yaml", "overrides.txt", "provenance.json", "summary.json", "metrics.jsonl", "search.md", "trials.csv", "report.html")  # fmt: skip
 _ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
@@ -56,14 +58,16 @@ class MlflowTracker:
             self._client = MlflowClient(uri)
             experiment = self._experiment(uri)
         self.alive()
-        found = self._find(experiment)
+        found, where = self._find(experiment), without_secrets(uri)
+        if state_of(self.run, "mlflow").get("uri", where) != where:  # what another server was told does not count
+            self._told = Told(self.run, "mlflow", afresh=True)
         if found is None:
             self._told = Told(self.run, "mlflow", afresh=True)
             found = self._client.create_run(experiment, run_name=self._name(), tags=self._tags())
         else:
             self._client.update_run(found.info.run_id, status="RUNNING")
         self._id = found.info.run_id
-        update_state(self.run, "mlflow", run_id=self._id, experiment_id=experiment)
+        update_state(self.run, "mlflow", run_id=self._id, experiment_id=experiment, uri=where)
         self._adopt(found)
         self._log_params(found)
         self.alive()
@@ -151,7 +155,7 @@ class MlflowTracker:
 
     def _values(self, point: Point) -> dict[str, float]:
         new = self._told.new(point)
-        return {**new, "epoch": float(point.epoch)} if new else {}
+        return {**new, "epoch": float(point.epoch)} if new and point.epoch != NO_EPOCH else new
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
@@ -161,7 +165,7 @@ class MlflowTracker:
         time = int(os.path.getmtime(self.run.path / "summary.json") * 1000) / 1000 if summary else 0.0
         found = results(self.run)
         if found:
-            self.log([Point(step, summary.get("epoch") or int(found.get("best/epoch", 0)), time, 0, 0, found)])
+            self.log([Point(step, NO_EPOCH, time, 0, 0, found)])
         self._client.set_tag(self._id, "manta.state", state)
         self._adopt(self._client.get_run(self._id))
         for name in FILES:

@@ -93,6 +93,8 @@ class Learner:
         if session.main and config.tracking.watch is not None:
             path, every = session.run.histograms, config.training.log_every_n_steps
             self.histograms = Histograms(path, bare(self.model), config.tracking.watch, every)
+        self.saved = False
+        """Whether there is a checkpoint of this run, perhaps still being written."""
         self._found, self._one = torch.zeros((), device=session.device), torch.ones((), device=session.device)
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
 
@@ -161,9 +163,16 @@ class Learner:
             return
         what = "the gradient is not finite" if math.isfinite(loss.item()) else f"the loss is {loss.item()}"
         message = f"Training diverged: {what} at step {step} on rank {self.session.rank}."
+        run = self.session.run
+        again = (
+            f"then continue from the last checkpoint: python train.py resume={run} optimizer.lr=..."
+            if self.saved
+            else "and start anew: there is no checkpoint yet."
+        )
+        set_to = self.config.optimizer.get("lr")
         advice = (
-            f" Nothing was overwritten. Try a lower optimizer.lr (now {self.lr:.3g}) or training.grad_clip_norm=1.0, "
-            f"then continue from the last checkpoint: python train.py resume={self.session.run} optimizer.lr=..."
+            f" Nothing was overwritten. Try a lower optimizer.lr (set to {set_to}, {self.lr:.3g} at this step) or "
+            f"training.grad_clip_norm=1.0, {again}"
         )
         raise MantaError(message if self.session.watched else message + advice, code=FAILED)
 

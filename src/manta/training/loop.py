@@ -348,6 +348,7 @@ class Loop:
             self.writer.save(
                 state, meta, best, partial(session.run.write, "summary.json", self._summary("running", {}))
             )
+        self.learner.saved = True
         self.agree.saved()
         self.save_due = False
         self.watch.start()
@@ -390,6 +391,7 @@ class Loop:
             return None
         if state is None:
             state, _ = load_checkpoint(run.checkpoints / told[0], verified=True)
+        self.learner.saved = True
         state["progress"]["best"] = told[1]
         return state
 
