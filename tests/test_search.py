@@ -373,8 +373,16 @@ def test_a_trial_that_can_never_be_placed(lab: Lab, settings: tuple[str, ...], w
 
 
 def test_the_limit_of_concurrent_trials(lab: Lab) -> None:
-    """Below the two that there is room for."""
-    run = lab.run("search=random", "search.num_samples=4", "training.epochs=3", *QUICK)
+    """Below the two that there is room for; trials last longer than a second process takes to start."""
+    slow = "data.transforms.train=[{_target_: tests.faults.Slow, seconds: 0.25}]"
+    run = lab.run(
+        "search=random",
+        "search.num_samples=3",
+        "training.epochs=3",
+        *QUICK,
+        "allowed_targets=[manta,torch,tests]",
+        slow,
+    )
     alive, most = set(), 0
     for event in read_lines(run.path / "search.jsonl"):
         if event["event"] == "reported":
