@@ -154,6 +154,8 @@ def test_a_run_in_every_tracker(lab: Lab, server: Server) -> None:
     assert sum(drawn[0]) == 64 * 16
 
     assert only_once(server.points(run), run)
+    epochs = [(step, value) for key, step, value in server.points(run) if key == "epoch"]
+    assert Counter(epochs) == Counter((line["step"], line["epoch"]) for line in read_lines(run.metrics))
     there = server.run(run)
     assert there.info.status == "FINISHED"
     assert there.info.run_name == "here"
