@@ -476,7 +476,9 @@ def _wandb_environment() -> Iterator[str]:
 
 def mlflow_address(name: str, uri: str) -> str | None:
     """Why this is no address of MLflow, if it is none."""
-    shown = re.sub("//[^/@]*@", "//", uri)
+    from manta.tracking import without_secrets  # only with an address
+
+    shown = without_secrets(uri)
     if not re.match(r"(https?|sqlite|postgresql|mysql|mssql|databricks)(\+\w+)?(:|$)", uri):
         return (
             f"{name}={shown} is no address of MLflow: http://host:port of a server, or "

@@ -211,7 +211,7 @@ class Rest:
         self.open = [live for live in self.open if live.missing()]
         while self.waiting and len(self.open) < AT_ONCE:
             run, state = self.waiting.pop(0)
-            live = Live(run, self.config, _nothing, only=self.name)
+            live = Live(run, self.config, lambda _: None, only=self.name)  # of many runs one line is said at the end
             live.send_end(state)
             self.open.append(live)
         now = time.monotonic()
@@ -239,7 +239,3 @@ def tell_rest(ended: dict[RunDir, str], names: list[str], config: Config, down: 
         time.sleep(0.05)
     left = {name: rest.left() + len(locked) for name, rest in rests.items()}
     return {name: count for name, count in left.items() if count}
-
-
-def _nothing(_: str) -> None:
-    """Of many runs one line is said at the end."""
