@@ -30,6 +30,7 @@ from manta.errors import MantaError
 from manta.evaluate import Arguments, evaluate
 from manta.launch import launch
 from manta.runs import RunDir, find_checkpoint, read_lines
+from manta.storage import remote
 from manta.storage.bucket import Away
 from manta.storage.mirror import Mirror
 from manta.training.checkpoint import CheckpointWriter, load_checkpoint
@@ -278,9 +279,12 @@ def files_of(run: RunDir) -> dict[str, bytes]:
     return found
 
 
-def test_a_run(cloud: Cloud) -> None:
+def test_a_run(cloud: Cloud, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """Everything of it is in the bucket at the end, and no key anywhere."""
+    monkeypatch.setattr(remote, "TELL_S", 0.0)
     run = cloud.run(*QUICK)
+    assert "Waiting for the rest to reach" in capfd.readouterr().out
+    assert "Waiting for" not in run.log.read_text()  # which is on its way, or there already
     assert run.path.is_relative_to(cloud.here / "cache")
     there = cloud.objects(run)
     assert there == files_of(run)

@@ -265,7 +265,7 @@ class Launch:
         finally:
             self.interrupts.ask = None
             self.interrupts.listen()  # Ctrl-C: enough of waiting
-            following.end()
+            following.end(partial(self.view.say, log=False))
 
     def _attempt(
         self,

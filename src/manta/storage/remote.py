@@ -273,9 +273,14 @@ class Following:
             else:
                 self.whole = said
 
-    def end(self) -> bool:
-        """Wait for what is not there yet; whether all of it is now. Says so if not."""
+    def end(self, say: Say) -> bool:
+        """Wait for what is not there yet; whether all of it is now. Says so if not.
+
+        Args:
+            say: must not write into the run directory, which has to hold still now.
+        """
         assert self._process.stdin is not None
+        self.say = say
         with suppress(OSError):
             self._process.stdin.close()
         url, began, told = url_of(self.run, self.storage), time.monotonic(), False
@@ -307,4 +312,4 @@ def bring_back(run: RunDir, storage: Storage, say: Say) -> None:
 def upload(run: RunDir, storage: Storage, say: Say) -> bool:
     """Bring what is not in the bucket yet; whether all of it is there now."""
     mirror = Mirror(run.path, None, "")  # type: ignore[arg-type]
-    return not mirror.missing() or Following(run, storage, say).end()
+    return not mirror.missing() or Following(run, storage, say).end(say)
