@@ -31,7 +31,13 @@ _DEBUGGERS = ("bdb", "pdb", "IPython.core.debugger", "pydevd", "debugpy")
 
 
 class Pulse:
-    """What this rank does; a mark costs 0.1 to 0.3 us."""
+    """What this rank does; a mark costs 0.1 to 0.3 us.
+
+    Attributes:
+        step: the one that is under way.
+        paused: it waits for something that may take its time.
+        warm: a first step is done.
+    """
 
     __slots__ = ("count", "paused", "phase", "step", "warm")
 
@@ -43,10 +49,7 @@ class Pulse:
         self.paused, self.warm = False, False
 
     def __call__(self, phase: str) -> None:
-        """Begin something; only where every rank does.
-
-        Attributes beside: `step`; `paused`: it waits for something that may take its time; `warm`: a first step is done.
-        """
+        """Begin something; only where every rank does."""
         self.phase = phase
         self.count += 1
 
