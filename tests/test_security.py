@@ -185,6 +185,17 @@ def test_a_saved_space_is_not_believed(tmp_path: Path, monkeypatch: pytest.Monke
     assert load(RunDir(tmp_path), ["pandas"]).allowed_targets == [*DEFAULT, "pandas", "tests"]
 
 
+def test_the_project_is_believed(strange: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its own conf/config.yaml allows needs no word."""
+    monkeypatch.delenv("MANTA_ALLOWED_TARGETS", raising=False)
+    assert load(strange).allowed_targets == DEFAULT
+    project = strange.path / "project"
+    (project / "conf").mkdir(parents=True)
+    (project / "conf" / "config.yaml").write_text("allowed_targets: [manta, torch, pandas]\n")
+    monkeypatch.setattr("manta.resume.__file__", str(project / "src" / "manta" / "resume.py"))
+    assert load(strange).allowed_targets == [*DEFAULT, "pandas"]
+
+
 def test_a_directory_of_another_user(made: RunDir) -> None:
     """It is not continued where it cannot be written."""
     if os.getuid() != 0:
