@@ -421,6 +421,8 @@ EDGES: dict[str, tuple[list[Any], list[Any]]] = {
     "cluster.wait_s": ([-1.0], [0.0]),
     "search.num_samples": ([0, 10**6 + 1], [1, None]),
     "search.time_budget_s": ([0.0], [0.1, None]),
+    "scaling.elastic_resize_monitor_interval_s": ([0.9], [1.0]),
+    "storage.finish_s": ([-1.0], [0.0]),
     "tracking.finish_s": ([0.0], [0.1]),
     "search.max_concurrent_trials": ([0], [1, None]),
     "search.seed": ([-1, 2**32], [0]),

@@ -27,7 +27,7 @@ from manta.evaluate import Arguments, evaluate
 from manta.plan import Needs
 from manta.runs import RunDir, find_checkpoint
 from manta.search.exploit import adopt, place
-from manta.search.trial import Job, _in_this_process, _train
+from manta.search.trial import Job, Trial, _train
 from manta.training.checkpoint import CheckpointWriter, load_checkpoint
 from manta.training.loop import Loop
 from tests.conftest import ROOT, Lab, compose_run, history, summary
@@ -495,7 +495,7 @@ def trained(run: RunDir, heard: int) -> list[int]:
         told.append(values["epoch"])
         return False
 
-    assert _train(run, config, job, heard, decide, _in_this_process) == "finished"
+    assert _train(run, config, job, heard, decide, Trial.__new__(Trial)._in_this_process) == "finished"
     return told
 
 
