@@ -99,6 +99,22 @@ def ray_cluster() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 6 MB of its own."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", folder], capture_output=True, check=False
+    )
+    if mounted.returncode != 0:
+        pytest.skip("mounting a file system is not allowed here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
 def history(run: RunDir, *without: str) -> list[dict[str, Any]]:
     """metrics.jsonl without the keys that are times."""
     dropped = {"time", "samples_per_s", *without}

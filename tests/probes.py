@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import signal
+import time
 from typing import Any
 
 from hydra.core.utils import JobReturn
@@ -16,6 +17,7 @@ from manta.data.load import load_splits
 from manta.recipes.pytorch import PyTorchRecipe
 from manta.session import Session
 from manta.training.loop import Loop
+from manta.training.sampler import Step
 
 
 class Net(nn.Module):
@@ -62,7 +64,7 @@ def _foreign(value: Any) -> set[str]:
 
 class Troubled(PyTorchRecipe):
     """A trial's seed says what becomes of it: 2 raises, 4 is killed, 6 meets a NaN, 8 loses the process that drives its
-    workers; the others are well."""
+    workers, 10 hangs; the others are well."""
 
     def train(self, session: Session, config: Config) -> dict[str, Any]:
         if config.seed == 8 and session.main:
@@ -72,6 +74,7 @@ class Troubled(PyTorchRecipe):
             2: {"_target_": "tests.faults.RaiseAt", "call": 8},
             4: {"_target_": "tests.faults.KillAt", "call": 8, "marker": marker},
             6: {"_target_": "tests.faults.PoisonAt", "call": 8},
+            10: {"_target_": "tests.faults.HangAt", "call": 8, "rank": session.world_size - 1},
         }.get(config.seed)
         if trouble is not None:
             config.data.transforms.train.append(trouble)
@@ -126,3 +129,27 @@ class Returned(Callback):
 
     def on_job_end(self, job_return: JobReturn, **_: Any) -> None:
         print(f"returned {job_return._return_value}")
+
+
+class Recorded(PyTorchRecipe):
+    """The default recipe; every rank writes which samples it used in which step into samples-<pid>.jsonl."""
+
+    def train(self, session: Session, config: Config) -> dict[str, Any]:
+        loop = Loop(session, config, load_splits(config.data, config.allowed_targets))
+        attempt, account = session.gather(time.time())[0], loop._account
+        path = session.run.path / f"samples-{session.rank}-{attempt}.jsonl"
+
+        def account_and_record(step: Step, loss: Tensor) -> None:
+            account(step, loss)
+            samples = [int(each) for micro in step.micros if micro.real for each in micro.indices]
+            line = {
+                "step": loop.progress.step,
+                "attempt": attempt,
+                "world_size": session.world_size,
+                "samples": samples,
+            }
+            with open(path, "a") as file:
+                file.write(json.dumps(line) + "\n")
+
+        loop._account = account_and_record  # type: ignore[method-assign]
+        return loop.run()

@@ -27,7 +27,7 @@ from manta.evaluate import Arguments, evaluate
 from manta.plan import Needs
 from manta.runs import RunDir, find_checkpoint
 from manta.search.exploit import adopt, place
-from manta.search.trial import Job, _in_this_process, _train
+from manta.search.trial import Job, Trial, _train
 from manta.training.checkpoint import CheckpointWriter, load_checkpoint
 from manta.training.loop import Loop
 from tests.conftest import ROOT, Lab, compose_run, history, summary
@@ -495,7 +495,7 @@ def trained(run: RunDir, heard: int) -> list[int]:
         told.append(values["epoch"])
         return False
 
-    assert _train(run, config, job, heard, decide, _in_this_process) == "finished"
+    assert _train(run, config, job, heard, decide, Trial.__new__(Trial)._in_this_process) == "finished"
     return told
 
 
@@ -753,22 +753,6 @@ def test_sizes_and_hashes_are_those_of_the_files(made: RunDir) -> None:
     state = made.checkpoints / "last" / "state.pt"
     said = subprocess.run(["sha256sum", state], capture_output=True, text=True, check=True).stdout.split()[0]
     assert files == {"state.pt": {"bytes": state.stat().st_size, "sha256": said}}
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 6 MB of its own."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", folder], capture_output=True, check=False
-    )
-    if mounted.returncode != 0:
-        pytest.skip("mounting a file system is not allowed here")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 @pytest.mark.parametrize(

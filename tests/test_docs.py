@@ -85,7 +85,7 @@ def train_commands(code: str) -> Iterator[list[str]]:
     """The overrides of each `python train.py ...` and `make train ARGS="..."` in a script."""
     for line in code.replace("\\\n", " ").splitlines():
         lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
-        lexer.commenters = "#"
+        lexer.commenters, lexer.whitespace_split = "#", True
         words = list(lexer)
         for at in range(len(words) - 1):
             rest = words[at + 2 :]

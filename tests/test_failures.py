@@ -159,6 +159,25 @@ def test_a_mistake_in_a_data_loader_process() -> None:
     assert _in_short(raised.value) == f"KeyError: 0 ({__file__}:{here})"
 
 
+@pytest.mark.parametrize(("workers", "rank"), [(0, 0), (2, 1)], ids=["in process", "two workers"])
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_data_loader_process_that_is_killed(lab: Lab, workers: int, rank: int) -> None:
+    """As the kernel does when memory is used up: told with its process, its rank, and what to change."""
+    killing = (
+        "data.dataset._target_=tests.faults.fragile_digits",
+        "+data.dataset.call=400",
+        f"+data.dataset.rank={rank}",
+    )
+    error = fails(lab, *placed(workers), *killing, "data.num_workers=2", "allowed_targets=[manta,torch,tests]")
+    (entry,) = (each for each in lab.latest.read("workers.json")["ranks"] if each["rank"] == rank)
+    first, second = str(error).splitlines()
+    assert first.startswith(
+        f"A process that loads data for rank {rank} (pid {entry['pid']} on {entry['host']}) is gone (pid "
+    )
+    assert "data.num_workers=1 (now 2), data.prefetch_factor=1 (now 4)" in first
+    assert second.endswith(f"train.py resume={lab.latest} data.num_workers=1")
+
+
 class Fragile(torch.utils.data.Dataset):
     """A data set with a mistake."""
 

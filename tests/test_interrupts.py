@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: a checkpoint, exit code 130, how to resume, and no process left; breakpoints work."""
+"""Ctrl-C, SIGTERM and SIGUSR1: a checkpoint, exit code 130, how to resume, and no process left; breakpoints work."""
 
 import os
 import signal
@@ -53,7 +53,7 @@ def assert_interrupted(lab: Lab, process: "subprocess.Popen[str]", output: str) 
     assert "Traceback" not in output
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_in_process(lab: Lab, number: signal.Signals) -> None:
     process, output, _ = interrupt(lab, number, "scaling=in_process")
     assert_interrupted(lab, process, output)

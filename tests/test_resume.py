@@ -1,6 +1,7 @@
 """Invariant 2: a run killed at any moment and resumed ends bit for bit like one that was never interrupted."""
 
 import json
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -118,12 +119,19 @@ def test_killed_single_worker(lab: Lab, undisturbed: dict[int, RunDir]) -> None:
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_killed_worker_is_replaced(lab: Lab, undisturbed_on_two: RunDir) -> None:
-    """One of two workers dies and scaling.max_failures allows another try: the same launch goes on by itself."""
+def test_killed_worker_is_replaced(lab: Lab, undisturbed_on_two: RunDir, capfd: pytest.CaptureFixture[str]) -> None:
+    """One of two workers dies and scaling.max_failures allows another try: the same launch goes on by itself, and says so."""
     kill = kill_at(38, lab.folder / "fired", rank=1)
     run = lab.run("scaling=cpu", "scaling.max_failures=1", *RESOURCES, kill, *SETTINGS)
     assert (lab.folder / "fired").exists()
     assert_identical(run, undisturbed_on_two)
+    (restart,) = run.read("status.json")["restarts"]
+    assert re.fullmatch(
+        r"the process of rank 1 \(pid \d+ on \S+\) is gone: killed, out of memory, .*", restart["cause"]
+    )
+    assert (restart["kind"], restart["step"], restart["world_size"]) == ("failure", 35, 2)
+    said = f"T{restart['cause'][1:]}; continuing from step 35, restart 1 of 1."
+    assert capfd.readouterr().out.count(said) == run.log.read_text().count(said) == 1
 
 
 @pytest.mark.parametrize("workers", [1, 2])

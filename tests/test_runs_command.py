@@ -23,6 +23,7 @@ from manta.catalog import commands, remove, render
 from manta.catalog.entries import DAMAGED, DIED, Entry, pick, scan
 from manta.catalog.render import Column, Table
 from manta.catalog.settings import Defaults, flatten, read_config, read_overrides
+from manta.config import Storage
 from manta.errors import MantaError
 from manta.runs import RunDir, find
 from tests.conftest import ROOT, Lab, make_config
@@ -393,7 +394,7 @@ def test_show_offers_only_what_works(storage: Path, capsys: pytest.CaptureFixtur
         (run / missing).unlink()
         assert offered(f"10-00-0{number}") == set()
         with pytest.raises(MantaError, match=rf"not a run directory \(it has no {missing}\)"):
-            find(str(run), str(storage))
+            find(str(run), Storage(str(storage)))
     run = make(storage, "2026-01-01/10-00-03")
     (run / "status.json").write_text('{"state"')
     assert offered("10-00-03") == set()
@@ -407,12 +408,12 @@ def test_show_offers_only_what_works(storage: Path, capsys: pytest.CaptureFixtur
 def test_every_command_knows_a_run_by_its_name(storage: Path) -> None:
     """resume=, run= and runs= of the scripts, too."""
     first, second = (make(storage, f"2026-01-01/10-00-0{number}-k{number}") for number in (1, 2))
-    assert find("k1", str(storage)).path == first.resolve()
-    assert find("10-00-02", str(storage)).path == second.resolve()
+    assert find("k1", Storage(str(storage))).path == first.resolve()
+    assert find("10-00-02", Storage(str(storage))).path == second.resolve()
     with pytest.raises(MantaError, match="resume=10-00 means 2 runs"):
-        find("10-00", str(storage))
+        find("10-00", Storage(str(storage)))
     with pytest.raises(MantaError, match="run=k3: no such directory"):
-        find("k3", str(storage), "run")
+        find("k3", Storage(str(storage)), "run")
 
 
 def test_compare(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:

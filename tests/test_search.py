@@ -266,23 +266,25 @@ def test_an_exploit_copies_weights_and_optimizer(lab: Lab, search: str, scaling:
 
 def test_bad_trials_do_not_hurt_the_others(lab: Lab, capfd: pytest.CaptureFixture[str]) -> None:
     run = lab.run(
-        "search=grid", "search/space=none", "search.space.seed=choice(0,1,2,3,4,5,6,7)", *SHORT, TEST_RECIPE,
-        "recipe._target_=tests.probes.Troubled",
+        "search=grid", "search/space=none", "search.space.seed=choice(0,1,2,3,4,5,6,7,10)", *SHORT, TEST_RECIPE,
+        "recipe._target_=tests.probes.Troubled", "scaling.timeout_s=3",
     )  # fmt: skip
     found = trials(run).set_index("seed")
     assert list(found[found.status == "finished"].index) == [0, 1, 3, 5, 7]
     assert "ValueError: the user's own mistake" in found.error[2]
     assert "killed" in found.error[4]
     assert "the loss is nan" in found.error[6]
+    assert "Stuck: nothing has moved for 3 s" in found.error[10]
+    assert "loading a batch (step 8)" in found.error[10]
     report = (run.path / "search.md").read_text()
     for message in ("the user's own mistake", "killed", "the loss is nan"):
         assert message in report
     assert run.read("status.json")["exit_code"] == 0
-    assert summary(run)["trials"] == {"running": 0, "finished": 5, "stopped": 0, "failed": 3}
+    assert summary(run)["trials"] == {"running": 0, "finished": 5, "stopped": 0, "failed": 4}
     trial = RunDir(run.path / str(found.directory[2]))
     assert "the user's own mistake" in trial.read("status.json")["error"]
     assert "RaiseAt" in trial.log.read_text() or "ValueError" in trial.log.read_text()
-    assert "5 finished, 3 failed" in capfd.readouterr().out
+    assert "5 finished, 4 failed" in capfd.readouterr().out
 
 
 def test_a_failed_trial_is_tried_again_from_its_checkpoint(lab: Lab) -> None:
@@ -305,14 +307,16 @@ def test_a_failed_trial_is_tried_again_from_its_checkpoint(lab: Lab) -> None:
 @pytest.mark.drill
 def test_a_trial_of_two_workers_that_dies_leaves_room_for_the_next(lab: Lab) -> None:
     run = lab.run(
-        "search=grid", "search/space=none", "search.space.seed=choice(1,2,4,8,5)", "scaling=cpu", *SHORT, TEST_RECIPE,
-        "recipe._target_=tests.probes.Troubled", "scaling.resources_per_worker.CPU=2",
+        "search=grid", "search/space=none", "search.space.seed=choice(1,2,4,8,10,5)", "scaling=cpu", *SHORT, TEST_RECIPE,
+        "recipe._target_=tests.probes.Troubled", "scaling.resources_per_worker.CPU=2", "scaling.timeout_s=3",
     )  # fmt: skip
     found = trials(run).set_index("seed")
-    assert dict(found.status) == {1: "finished", 2: "failed", 4: "failed", 8: "failed", 5: "finished"}
+    assert dict(found.status) == {1: "finished", 2: "failed", 4: "failed", 8: "failed", 10: "failed", 5: "finished"}
     assert "the user's own mistake" in found.error[2]
     assert "the process of the trial is gone" in found.error[8]
-    assert "rank 0" in found.error[4]
+    assert "rank 0 (pid" in found.error[4]
+    assert "loading a batch (step 8)" in found.error[10]
+    assert "rank 1 (pid" in found.error[10]
 
 
 def test_all_trials_failed(lab: Lab) -> None:

@@ -3,13 +3,14 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from manta.config import Config
 from manta.plan import Needs
-from manta.runs import RunDir
+from manta.runs import RunDir, read_lines
 from manta.session import Session
 from manta.view import View
 from manta.workers import on_workers
@@ -61,3 +62,20 @@ def test_ray_has_what_is_left_out() -> None:
     assert names - left == {"DatasetsCallback", "PlacementGroupCleanerCallback"}
     assert callable(TorchTrainer._initialize_and_run_controller)  # type: ignore[attr-defined]
     assert callable(WorkerGroup._get_worker_runtime_env)
+
+
+def test_ray_tells_of_restarts(tmp_path: Path) -> None:
+    """The callback and the states by which the controller records why it starts workers again."""
+    from ray.train.v2._internal.execution.controller import state
+
+    from manta.trainer import recorders
+
+    (recorder,) = recorders(RunDir(tmp_path), tmp_path / "restarts.jsonl")
+    error = RuntimeError("Training failed")
+    error.worker_failures = {1: RuntimeError("something new of Ray's")}  # type: ignore[attr-defined]
+    resized = SimpleNamespace(num_workers=3)
+    for now in (state.RestartingState(error), state.ResizingState(resized), state.ErroredState(error)):  # type: ignore[arg-type]
+        recorder.after_controller_state_update(state.RunningState(), now)
+    failure, resize = read_lines(tmp_path / "restarts.jsonl")
+    assert (failure["kind"], failure["cause"]) == ("failure", "Training failed on rank 1: something new of Ray's")
+    assert (resize["kind"], resize["cause"]) == ("resize", "nodes came or went, there will be 3 workers")

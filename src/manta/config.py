@@ -7,9 +7,10 @@ anything heavy is imported. Inside the code there are only these plain objects, 
 import copy
 import os
 import re
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -62,8 +63,9 @@ class Data:
     """Fetch what is missing under `root` (once a node, under a file lock)."""
     batch_size: int = 64
     """The GLOBAL batch: samples per optimizer step over all workers. Changing `scaling` does not change it."""
-    micro_batch_size: int | None = None
-    """Samples per worker per forward pass; null = the worker's whole share. Smaller values accumulate gradients."""
+    micro_batch_size: int | str | None = None
+    """Samples per worker per forward pass; null = the worker's whole share. Smaller values accumulate gradients; auto = the
+    largest that fits into memory, found by halving before training starts."""
     eval_batch_size: int | None = None
     """Samples per worker per forward pass in evaluation; null = the largest training share."""
     num_workers: int = 0
@@ -174,6 +176,8 @@ class Scaling:
     """Training workers; 0 = in this process, without Ray; auto = one per GPU, else one on CPU."""
     max_workers: int | None = None
     """With a number here the run is elastic between `num_workers` and this (Ray's `num_workers=(min, max)`)."""
+    elastic_resize_monitor_interval_s: float = 60.0
+    """For an elastic run: seconds between looks at whether nodes have come that it could grow to."""
     use_gpu: bool | None = None
     """One GPU per worker; null = if there are any."""
     resources_per_worker: dict[str, float | None] = field(default_factory=lambda: {"CPU": None, "GPU": None})
@@ -186,9 +190,17 @@ class Scaling:
     strategy: str = "ddp"
     """ddp, or fsdp2 for models that do not fit on one device."""
     max_failures: int = 0
-    """How often a lost worker is replaced and training resumed from the last checkpoint before the run fails."""
-    timeout_s: int = 1800
-    """Seconds a collective may take before the process group gives up."""
+    """How often the workers are started again, from the last checkpoint, when one of them failed, died or got stuck; -1 =
+    without end. 0 on one machine, where what failed once mostly fails again; 3 with multi_node and elastic."""
+    max_preemption_failures: int = -1
+    """The same for nodes that were taken away with notice, which do not count as failures; -1 = without end."""
+    controller_failure_limit: int | None = None
+    """How often a group of workers that cannot start is tried again; -1 = without end; null = 3, without end if the run is
+    elastic, which waits for nodes."""
+    timeout_s: float | None = 1800.0
+    """Seconds without progress (a batch, a step, an evaluated batch) before training counts as stuck: the rank to blame is
+    named and the workers are started again (`max_failures`) or the run fails; null = wait for ever. The first step, which
+    may compile, has 300 s in any case."""
 
 
 @dataclass
@@ -316,7 +328,24 @@ class Storage:
     """Where results go."""
 
     path: str = "outputs"
-    """Run directories are created under it; on several nodes it must be shared by all of them."""
+    """Run directories are created under it. A folder (on several nodes one that all of them share), or s3://bucket/folder."""
+    endpoint_url: str | None = None
+    """For s3://: http://host:port of the server; null = AWS_ENDPOINT_URL, else Amazon's. Keys come from the environment,
+    .env or the usual places of AWS, never from a setting."""
+    cache: str = "outputs/s3"
+    """For s3://: folder of this machine where the runs of the bucket live while they train; the bucket follows."""
+    finish_s: float = 600.0
+    """For s3://: seconds that the end of a run waits at most, without getting ahead, for what is not in the bucket yet;
+    `scripts/runs.py upload` takes it there later."""
+
+    @property
+    def is_remote(self) -> bool:
+        return "://" in self.path
+
+    @property
+    def folder(self) -> Path:
+        """Where run directories are on this machine."""
+        return Path(self.cache, self.path.removeprefix("s3://")) if self.is_remote else Path(self.path)
 
 
 @dataclass
@@ -340,7 +369,9 @@ class Config:
     traceback: bool = False
     """Show Python tracebacks with errors."""
     allowed_targets: list[str] = field(default_factory=lambda: ["manta", "torch", "torchvision"])
-    """Packages that a `_target_` may come from."""
+    """Packages that a `_target_` may come from. Of `manta`: data, models, recipes, training; of `torch`: nn, optim; of
+    `torchvision`: models, ops, transforms. What a run's directory says of other installed packages is not believed: name
+    them in conf/config.yaml for good, else on resume again, and for scripts in the environment (MANTA_ALLOWED_TARGETS=a,b)."""
     objective: Objective = field(default_factory=Objective)
     """What better means."""
     model: dict[str, Any] = field(default_factory=dict)
@@ -368,7 +399,11 @@ class Config:
 
 
 def register() -> None:
-    """Make the schema known to Hydra; conf/config.yaml names it first in its defaults list."""
+    """Make the schema known to Hydra; conf/config.yaml names it first in its defaults list.
+
+    The resolver `folder` is where results of a `storage.path` are on this machine.
+    """
+    OmegaConf.register_new_resolver("folder", lambda path, cache: str(Storage(path, cache=cache).folder), replace=True)
     ConfigStore.instance().store(name="schema", node=Config)
 
 
@@ -396,12 +431,26 @@ def from_hydra(cfg: DictConfig) -> Config:
     try:
         # Before anything is resolved: a plug-in's `root: ${data.root}` must become absolute too.
         cfg.data.root = absolute(cfg.data.root)
-        cfg.storage.path = absolute(cfg.storage.path)
+        cfg.storage.path, cfg.storage.cache = absolute(cfg.storage.path), absolute(cfg.storage.cache)
         config = OmegaConf.to_object(cfg)
     except OmegaConfBaseException as error:
         raise MantaError(_broken(error, cfg)) from error
     assert isinstance(config, Config)
+    for key, value in _mistyped(config):
+        raise MantaError(f"{key}={value} has the wrong type: {key} must be {expected(Config, key)}.")
     return config
+
+
+def _mistyped(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Groups of settings that are something else, and lists with a dictionary in them: OmegaConf lets both through."""
+    for name, hint in get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        if is_dataclass(hint) and not isinstance(value, cast(type, hint)):
+            yield f"{prefix}{name}", value
+        elif is_dataclass(hint):
+            yield from _mistyped(value, f"{prefix}{name}.")
+        elif get_origin(hint) is list and any(type(item) is dict for item in value) and get_args(hint)[0] in (str, int):
+            yield f"{prefix}{name}", value
 
 
 def absolute(path: str) -> str:

@@ -2,6 +2,8 @@
 
 import io
 import os
+import shlex
+import sys
 from pathlib import Path
 
 from manta.errors import MantaError
@@ -19,6 +21,11 @@ def load_env_file(path: Path) -> None:
         return
     except OSError as error:
         raise MantaError(f"{path} cannot be read: {error.strerror}. Make it a readable file, or remove it.") from error
+    if raw.strip() and path.stat().st_mode & 0o044:
+        print(
+            f"Warning: {path} holds secrets and others can read it. Close it: chmod 600 {shlex.quote(str(path))}",
+            file=sys.stderr,
+        )
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:

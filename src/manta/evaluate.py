@@ -15,11 +15,12 @@ from manta import plan, runs
 from manta.checkpoints import Damaged, sizes, verify
 from manta.checks import check
 from manta.cluster import connect, is_running
-from manta.config import Cluster, Config, Scaling, Storage, absolute, from_hydra
+from manta.config import Cluster, Config, Scaling, Storage, from_hydra
 from manta.errors import FAILED, FINISHED, MantaError, nearest
 from manta.resume import load
 from manta.runs import RunDir, find_checkpoint, link_or_copy
 from manta.search.best import best_of, is_search
+from manta.storage import bring_back
 from manta.targets import build
 from manta.view import View, number, table
 from manta.workers import on_workers
@@ -81,6 +82,7 @@ def evaluate(arguments: Arguments) -> int:
         runs.write_json(path, {"checkpoint": name, "step": meta["step"], "epoch": meta["epoch"], "metrics": found})
     except OSError as error:
         raise MantaError(f"{path} cannot be written: {error.strerror}.") from error
+    bring_back(run, arguments.storage, view.say)
     rows = [("checkpoint", f"{name}: step {meta['step']}, epoch {meta['epoch']} of {run}")]
     for split in dict.fromkeys(key.partition("/")[0] for key in found):
         mine = [(key, value) for key, value in found.items() if key.startswith(f"{split}/")]
@@ -95,7 +97,7 @@ def find_run(spec: str, storage: Storage, view: View) -> RunDir:
     Raises:
         MantaError: there is none.
     """
-    run = runs.find(spec, absolute(storage.path), key="run")
+    run = runs.find(spec, storage, key="run")
     if not is_search(run):
         return run
     best = best_of(run)
@@ -169,6 +171,13 @@ def measure(session: Any, config: Config, checkpoint: Path, splits: list[str]) -
     return recipe.evaluate(session, config, checkpoint, splits)
 
 
+def _measure_on_worker(session: Any, config: Config, checkpoint: Path, splits: list[str]) -> dict[str, float]:
+    from manta.session import loaders_in_words, watched
+
+    with watched(session, config), loaders_in_words(session, config):
+        return measure(session, config, checkpoint, splits)
+
+
 def _on_ray(config: Config, run: RunDir, view: View, checkpoint: Path, splits: list[str]) -> dict[str, float]:
     """`measure` on Ray Train workers; Ray's own messages are kept only if it fails."""
     scratch = RunDir(run.path / f".evaluating-{os.getpid()}")
@@ -181,7 +190,7 @@ def _on_ray(config: Config, run: RunDir, view: View, checkpoint: Path, splits: l
         scratch.path.mkdir()
         view.open_log(scratch.log)
         try:
-            return on_workers(config, scratch, needs, view, measure, arguments, what="Evaluation")
+            return on_workers(config, scratch, needs, view, _measure_on_worker, arguments, what="Evaluation")
         except MantaError as error:
             keep = error.code == FAILED
             raise

@@ -1,8 +1,10 @@
 """From a valid configuration to an outcome: the one place that knows how a run is started, watched and ended."""
 
+import os
 import shlex
 import shutil
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -11,20 +13,21 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from manta import plan, runs, tracking
 from manta.cluster import connect, has_cuda, is_running, worker_lines
+from manta.cluster.shared import check_shared, other_nodes
 from manta.config import Config
 from manta.errors import FAILED, FINISHED, INTERRUPTED, INVALID, MantaError
 from manta.plan import REHEARSAL, Needs
-from manta.runs import RunDir
-from manta.targets import build
+from manta.runs import RunDir, with_way_out
+from manta.targets import ALLOWED_TARGETS, build
 from manta.tracking import enabled
 from manta.tracking.live import settle
 from manta.view import Rows, View, number, table
+from manta.watchdog import Verdict
 from manta.workers import Tail, on_workers
 
 if TYPE_CHECKING:
@@ -32,8 +35,15 @@ if TYPE_CHECKING:
     from manta.search.space import Space
 
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+END_S = 10.0
+"""How long training may take to end after it was told that it is stuck."""
+
+
 class Interrupts:
-    """SIGINT and SIGTERM of this process: while training the first asks to stop after a checkpoint.
+    """Signals of this process that ask it to end: while training the first asks to stop after a checkpoint.
+
+    Ctrl-C is SIGINT; batch systems and clouds send SIGTERM or SIGUSR1 some time before they kill.
 
     A second one, and any before training has begun, stops at once.
     """
@@ -42,6 +52,8 @@ class Interrupts:
         self.say, self.count = say, 0
         self.ask: Callable[[], None] | None = None
         """Asks the training that is under way to stop; raises KeyboardInterrupt if there is nothing to save yet."""
+        self.failure: MantaError | None = None
+        """Raised in the main thread at the next signal."""
 
     def asked(self) -> bool:
         return self.count > 0
@@ -51,7 +63,7 @@ class Interrupts:
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.getsignal(number) for number in _SIGNALS}
         self.listen()
         try:
             yield self
@@ -62,13 +74,22 @@ class Interrupts:
     def listen(self) -> None:
         """Take the signals; again after ray.init, which puts in a SIGTERM handler of its own that exits."""
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in _SIGNALS:
                 signal.signal(number, self._handle)
 
+    def fail(self, error: MantaError) -> None:
+        """From another thread: raise this in the main one, also if it sleeps or waits for something."""
+        self.failure = error
+        if signal.getsignal(signal.SIGINT) == self._handle:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
     def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if self.failure is not None:
+            error, self.failure = self.failure, None
+            raise error
         self.count += 1
         if self.count > 1 or self.ask is None:
-            for each in (signal.SIGINT, signal.SIGTERM):  # what ends now ends undisturbed
+            for each in _SIGNALS:  # what ends now ends undisturbed
                 signal.signal(each, signal.SIG_IGN)
             raise KeyboardInterrupt
         self.say(f"{signal.Signals(number).name}: stopping after a checkpoint (once more stops at once)")
@@ -98,10 +119,15 @@ def launch(
         MantaError: the request is invalid or can never be satisfied (then nothing was written), or training failed.
     """
     view = View()
+    os.environ[ALLOWED_TARGETS] = ",".join(config.allowed_targets)  # for its own processes, which read config.yaml
     if previous is not None and _nothing_left(config, previous):
         more = f"training.epochs={2 * (config.training.epochs or 1)}"
         if space is not None:
             more = f"search.num_samples={2 * sum(previous.read('summary.json')['trials'].values())}"
+        if config.storage.is_remote:
+            from manta.storage import remote
+
+            remote.upload(previous, config.storage, view.say)
         view.say(f"{previous} is finished. To go on: python train.py resume={shlex.quote(str(previous))} {more}")
         return Outcome(FINISHED, previous)
     with ExitStack() as stack:
@@ -133,6 +159,10 @@ class Launch:
         config = self.config
         # Inside a Ray that is up already (a job of Hydra's ray launcher) its nodes count, not this machine.
         local = config.scaling.num_workers == 0 or (config.cluster.kind == "local" and not is_running())
+        if config.storage.is_remote and not config.plan:
+            from manta.storage import remote
+
+            remote.check(config.storage, self.previous is not None, self.view.say)
         recipe = build("recipe", {"_target_": config.recipe._target_}, config.allowed_targets)
         if not all(callable(getattr(recipe, name, None)) for name in ("check", "train", "evaluate", "predict")):
             raise MantaError(
@@ -152,6 +182,7 @@ class Launch:
             return self.run(rows, partial(self._in_process, needs), _result, progress)
         with view.capture_descriptors(), connect(config.cluster) as nodes:
             needs = plan.resolve(config, nodes, own=local)
+            self._look_at_storage(needs)
             rows = [*outline.rows, *_scaling_rows(config, needs)]
             return self.run(rows, partial(self._on_ray, needs), _result, progress)
 
@@ -178,7 +209,23 @@ class Launch:
             return self.run(rows(needs, [plan.local_node(config.cluster)]), lambda run: "", result, nullcontext)
         with self.view.capture_descriptors(), connect(config.cluster) as nodes:
             needs = plan.resolve_trial(config, nodes, own=local)
+            self._look_at_storage(needs)
             return self.run(rows(needs, nodes), partial(self._search, needs, nodes), result, nullcontext)
+
+    def _look_at_storage(self, needs: Needs) -> None:
+        """Before anything is written of the run: all nodes that could get a worker see the place.
+
+        Raises:
+            MantaError: they do not.
+        """
+        storage = self.config.storage
+        if not storage.is_remote:
+            check_shared(self.previous.path if self.previous is not None else storage.folder, needs)
+        elif nodes := other_nodes(needs):
+            raise MantaError(
+                f"storage.path={storage.path}: the cluster has {len(nodes) + 1} nodes, and with a bucket everything runs on the "
+                "one where the command was typed. Use a folder that all nodes share: storage.path=/shared/outputs"
+            )
 
     def run(
         self,
@@ -195,6 +242,40 @@ class Launch:
             view.say(table("Plan", rows))
             return Outcome(FINISHED, None)
         run = self.previous or runs.create(self.config)
+        with self._followed(run) as url:
+            rows = [*rows, ("results", f"{run}, and in {url}" if url else str(run))]
+            return self._attempt(run, rows, execute, result, progress)
+
+    @contextmanager
+    def _followed(self, run: RunDir) -> Iterator[str | None]:
+        """While a process brings the run to its bucket, if it has one; its address there. At the end that may take a while."""
+        if not self.config.storage.is_remote:
+            yield None
+            return
+        from manta.storage import remote
+
+        url = remote.url_of(run, self.config.storage)
+        if url is None:
+            self.view.say(f"{run} is not below {self.config.storage.folder}: it is not brought to the bucket.")
+            yield None
+            return
+        following = remote.Following(run, self.config.storage, self.view.say)
+        try:
+            yield url
+        finally:
+            self.interrupts.ask = None
+            self.interrupts.listen()  # Ctrl-C: enough of waiting
+            following.end(partial(self.view.say, log=False))
+
+    def _attempt(
+        self,
+        run: RunDir,
+        rows: Rows,
+        execute: Callable[[RunDir], str],
+        result: Callable[[RunDir, str, float], Any],
+        progress: Callable[[], AbstractContextManager[Any]],
+    ) -> Outcome:
+        view = self.view
         before = (run.path / "config.yaml").read_bytes() if self.previous is not None else None
         began = time.monotonic()
         try:
@@ -202,24 +283,21 @@ class Launch:
             if self.space is not None and self.previous is None:
                 self.space.save(run)
             if self.previous is None:
-                runs.point_latest(Path(self.config.storage.path), run.path)
+                runs.point_latest(self.config.storage.folder, run.path)
             view.open_log(run.log)
             title = "Plan" if self.previous is None else f"Plan (continuing {run})"
-            view.say(table(title, [*rows, ("results", str(run))]))
+            view.say(table(title, rows))
             with progress():
                 state = execute(run)
         except (KeyboardInterrupt, BdbQuit):
             state = runs.INTERRUPTED
         except (Exception, SystemExit) as error:
             view.note("".join(traceback.format_exception(error)))
-            failure = (isinstance(error, OSError) and runs.storage_failure(error, run)) or error
+            failure = error if isinstance(error, MantaError) else runs.storage_failure(error, run) or error
             code = failure.code if isinstance(failure, MantaError) else FAILED
             if before is not None and code == INVALID:  # what cannot be is not what the run continues with next time
                 (run.path / "config.yaml").write_bytes(before)
-            with suppress(OSError):  # of a full disk, say
-                run.update_status(state=runs.FAILED, finished=runs.now(), error=str(failure), exit_code=code)
-                _set_summary_state(run, runs.FAILED)
-                self._settle(run, runs.FAILED)
+            self._record_failure(run, str(failure), code)
             if failure is error:
                 raise
             raise failure from error
@@ -229,6 +307,27 @@ class Launch:
         self._settle(run, state)
         view.say(result(run, state, time.monotonic() - began))
         return Outcome(code, run)
+
+    def _record_failure(self, run: RunDir, message: str, code: int) -> None:
+        with suppress(OSError):  # of a full disk, say
+            run.update_status(state=runs.FAILED, finished=runs.now(), error=message, exit_code=code)
+            _set_summary_state(run, runs.FAILED)
+            self._settle(run, runs.FAILED)
+
+    def _stuck(self, run: RunDir, found: Verdict, over: Callable[[float], bool]) -> None:
+        """Training in this process hangs: raise that there, or, where native code never comes back, end the process."""
+        self.interrupts.fail(MantaError(with_way_out(found.message, run), code=FAILED))
+        if over(END_S):
+            self.interrupts.failure = None
+            return
+        last = threading.Timer(30, os._exit, [FAILED])  # should the disk or the terminal be what hangs
+        last.daemon = True
+        last.start()
+        message = with_way_out(found.message, run)
+        self._record_failure(run, message, FAILED)
+        print(f"Error: {message}", file=sys.__stderr__, flush=True)
+        self.view.note(f"{message}\n{found.stack}")
+        os._exit(FAILED)
 
     def _settle(self, run: RunDir, state: str) -> None:
         """Trackers hear how it ended, if nobody told them."""
@@ -244,6 +343,7 @@ class Launch:
         with self.view.capture_prints():
             self.interrupts.ask = lambda: None  # the session looks at `asked`
             mine = session.plain(run, self.config.scaling.use_gpu, self.interrupts.asked, self.view.update)
+            mine.stuck = partial(self._stuck, run)
             if needs.use_gpu and mine.device.type == "cpu":
                 self.view.say(REHEARSAL)
             return session.train(mine, self.config)
@@ -316,7 +416,8 @@ def _scaling_rows(config: Config, needs: Needs) -> Rows:
     most = "" if needs.max_workers is None else f" to {needs.max_workers}"
     share = -(-batch // needs.num_workers)
     micro = config.data.micro_batch_size
-    split = f", in micro-batches of {micro}" if micro is not None and micro < share else ""
+    split = f", in micro-batches of {micro}" if isinstance(micro, int) and micro < share else ""
+    split = ", as many at a time as fit" if micro == "auto" else split
     return [
         (
             "workers",

@@ -12,6 +12,7 @@ from manta import runs
 from manta.config import Cluster, Config, Data, Storage, absolute, from_hydra, register
 from manta.errors import FINISHED, MantaError, nearest
 from manta.evaluate import find_run, published, saved_config
+from manta.storage import bring_back
 from manta.targets import build
 from manta.view import View, table
 
@@ -91,6 +92,8 @@ def predict(arguments: Arguments, conf: Path) -> int:
                 count += len(classes)
                 correct += int((classes == targets).sum())
     rows = [("checkpoint", f"{arguments.checkpoint} of {run}"), ("inputs", f"{source.shown}: {count:,}")]
+    if output.is_relative_to(run.path):
+        bring_back(run, arguments.storage, view.say)
     if source.classes is not None:
         rows.append(("accuracy", f"{correct / count:.4f}"))
     view.say(table("Predictions", [*rows, ("written to", runs.short(output))]))

@@ -1,5 +1,6 @@
 """resume=: a run continues with its own saved configuration; what else the command line sets is applied on top."""
 
+import os
 import socket
 import time
 from collections.abc import Iterable
@@ -14,15 +15,17 @@ from yaml import YAMLError
 
 from manta import runs
 from manta.checkpoints import choose, finish_replacing, sizes
-from manta.config import SCHEMA_VERSION, Config, absolute
+from manta.config import SCHEMA_VERSION, Config, Storage, absolute
 from manta.errors import MantaError
 from manta.runs import RunDir, is_locked
+from manta.schema import expected
 from manta.search.domains import read
 from manta.search.settings import POPULATION
+from manta.targets import ALLOWED_TARGETS, is_own
 
 # What a run is. With another one of these it would be another run.
 _IDENTITY = (
-    "seed", "name", "schema_version", "model", "optimizer._target_", "scheduler._target_", "storage", "objective", "recipe", "data.name", "data.dataset", "data.input_shape",
+    "seed", "name", "schema_version", "model", "optimizer._target_", "scheduler._target_", "objective", "recipe", "data.name", "data.dataset", "data.input_shape",
     "data.num_classes", "data.split_seed", "data.val_fraction", "search",
 )  # fmt: skip
 # What may change in a search; with anything else it would be another search.
@@ -33,8 +36,11 @@ _FREE_IN_A_SEARCH = (
 _GROUPS_OF_A_NEW_RUN = ("experiment", "debug", "model", "data", "optimizer", "scheduler")
 
 
-def load(run: RunDir) -> DictConfig:
+def load(run: RunDir, allowed: Iterable[str] = ()) -> DictConfig:
     """A run's saved configuration, typed.
+
+    A directory may be a stranger's, so it does not say which installed packages are trusted: conf/config.yaml does, or the
+    command that uses it, by `allowed` or in the environment. The project's own code needs no word.
 
     Raises:
         MantaError: it was written by another version of the schema, or changed by hand into something invalid.
@@ -57,7 +63,16 @@ def load(run: RunDir) -> DictConfig:
     except OmegaConfBaseException as error:
         raise MantaError(f"{path} is not a valid configuration: {error}") from error
     assert isinstance(typed, DictConfig)
+    trusted = {*allowed, *os.environ.get(ALLOWED_TARGETS, "").split(","), *_of_project()}
+    typed.allowed_targets = [each for each in typed.allowed_targets if is_own(each) or each in trusted]
     return typed
+
+
+def _of_project() -> list[str]:
+    """What the project's own conf/ trusts."""
+    path = Path(__file__).resolve().parents[2] / "conf" / "config.yaml"
+    found = OmegaConf.select(OmegaConf.load(path), "allowed_targets") if path.is_file() else None
+    return [str(each) for each in found or ()]
 
 
 def restore(cfg: DictConfig, overrides: list[str]) -> tuple[DictConfig, RunDir]:
@@ -69,10 +84,21 @@ def restore(cfg: DictConfig, overrides: list[str]) -> tuple[DictConfig, RunDir]:
     Raises:
         MantaError: no such run, it is still running, or an override would make it another run.
     """
-    run = runs.find(str(cfg.resume), absolute(cfg.storage.path))
+    run = runs.find(str(cfg.resume), Storage(**cfg.storage))
+    if not os.access(run.path, os.W_OK | os.X_OK):
+        raise MantaError(
+            f"resume: {run} cannot be written: it may be another user's. Copy it to a place of your own and resume the copy, "
+            "or mend its permissions."
+        )
     _refuse_parts(run)
     _wait_for_survivors(run)
-    saved = load(run)
+    saved = load(run, cfg.allowed_targets)
+    storage = _storage(saved, cfg)
+    if storage.is_remote:
+        from manta.storage.remote import newest
+
+        saved = load(newest(run, storage), cfg.allowed_targets)
+    saved.storage = storage
     is_search = bool(saved.search.algorithm)
     if not is_search:
         finish_replacing(run.checkpoints)
@@ -81,7 +107,7 @@ def restore(cfg: DictConfig, overrides: list[str]) -> tuple[DictConfig, RunDir]:
         )  # refuses before anything starts; what to do about damage is decided where the run is written
     for override in OverridesParser.create().parse_overrides(overrides):
         key = override.key_or_group
-        if key in ("resume", "storage.path"):
+        if key == "resume" or _is_one_of(key, ("storage",)):
             continue
         if is_search:
             _check_change(override, cfg, saved, run)
@@ -93,9 +119,23 @@ def restore(cfg: DictConfig, overrides: list[str]) -> tuple[DictConfig, RunDir]:
                 "Leave it out, or start a new run without resume=."
             )
         with open_dict(saved):
-            value: Any = OmegaConf.select(cfg, key)
-            OmegaConf.update(saved, key, value, merge=False, force_add=True)
+            try:
+                value: Any = OmegaConf.select(cfg, key)
+                OmegaConf.update(saved, key, value, merge=False, force_add=True)
+            except OmegaConfBaseException as error:  # of an interpolation; plain values were looked at before
+                wanted = expected(Config, key) or "something else"
+                raise MantaError(
+                    f"{override.input_line} has the wrong type, or leads nowhere: {key} must be {wanted}."
+                ) from error
     return saved, run
+
+
+def _storage(saved: DictConfig, cfg: DictConfig) -> Storage:
+    """Of the run, on this machine: where it is kept is part of it, how that is reached is not."""
+    given = {
+        name: cfg.storage[name] for name in ("endpoint_url", "finish_s") if cfg.storage[name] != Storage.__dict__[name]
+    }
+    return Storage(**{**saved.storage, **given, "cache": absolute(cfg.storage.cache)})
 
 
 def _check_change(override: Override, cfg: DictConfig, saved: DictConfig, run: RunDir) -> None:

@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -28,7 +28,7 @@ from typing import Any
 
 import yaml
 
-from manta.config import Config
+from manta.config import Config, Storage, absolute
 from manta.errors import FAILED as FAILED_CODE
 from manta.errors import MantaError
 
@@ -146,6 +146,7 @@ class RunDir:
                 "attempt_started": now(),
                 "finished": None,
                 "attempts": attempt,
+                "restarts": status.get("restarts", []),
                 "host": socket.gethostname(),
                 "pid": os.getpid(),
                 "error": None,
@@ -218,7 +219,7 @@ def create(config: Config) -> RunDir:
     Raises:
         MantaError: it cannot be written there.
     """
-    root = Path(config.storage.path)
+    root = config.storage.folder
     moment = datetime.now()
     stem = moment.strftime("%H-%M-%S") + (f"-{config.name}" if config.name else "")
     day = root / moment.strftime("%Y-%m-%d")
@@ -233,7 +234,8 @@ def create(config: Config) -> RunDir:
                 continue
     except OSError as error:
         raise MantaError(
-            f"storage.path={config.storage.path} cannot be written: {error.strerror}. Choose another: storage.path=<folder>"
+            f"storage.{'cache' if config.storage.is_remote else 'path'}={root} cannot be written: {error.strerror}. "
+            "Choose another: storage.path=<folder>"
         ) from error
     return RunDir(path)
 
@@ -260,16 +262,62 @@ def exchange(one: Path, other: Path) -> bool:
     return bool(rename(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0)
 
 
-def storage_failure(error: OSError, run: RunDir) -> MantaError | None:
-    """What the disk did, in words; None for another kind of OSError."""
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE):
+STORAGE_FAILED = "Storage failed"
+
+
+def storage_failure(error: BaseException, run: RunDir) -> MantaError | None:
+    """What the disk did, in words, if that is what an error comes from; else None."""
+    cause: BaseException | None = error
+    while cause is not None and not (isinstance(cause, OSError) and _is_of_storage(cause, run)):
+        cause = cause.__cause__
+    if cause is None:
         return None
-    where = error.filename or run
+    assert isinstance(cause, OSError)
+    whole = _launched(run)
+    what = f"{cause.strerror} ({cause.filename or run})" if run.path.is_dir() else f"{run} is gone"
     return MantaError(
-        f"Storage failed: {error.strerror} ({where}). The last whole checkpoint is kept. When {run} can be written again: "
-        f"python train.py resume={shlex.quote(str(run))}",
+        f"{STORAGE_FAILED}: {what}. The last whole checkpoint is kept. When {whole} can be written again: "
+        f"python train.py resume={shlex.quote(str(whole))}",
         code=FAILED_CODE,
     )
+
+
+def with_way_out(message: str, run: RunDir, *changes: str) -> str:
+    """A message of what went wrong, and how to go on; changes: settings that would help."""
+    command = " ".join(["python train.py", f"resume={shlex.quote(str(run))}", *changes])
+    return f"{message}\nResume from the last checkpoint: {command}"
+
+
+def _is_of_storage(error: OSError, run: RunDir) -> bool:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOTCONN):
+        return True
+    if error.errno in (errno.ENOENT, errno.ENOTDIR):
+        return not run.path.is_dir()
+    ours = isinstance(error.filename, str) and Path(error.filename).is_relative_to(run.path)
+    return ours and error.errno in (errno.EACCES, errno.EPERM)
+
+
+def _launched(run: RunDir) -> RunDir:
+    """What a resume takes: of a trial or a refit, its search."""
+    if run.path.parent.name == "trials":
+        return RunDir(run.path.parents[1])
+    return RunDir(run.path.parents[2]) if run.path.parents[1].name == "refit" else run
+
+
+@contextmanager
+def explaining(run: RunDir) -> Iterator[None]:
+    """What the disk does in here is said in words.
+
+    Raises:
+        MantaError: it failed.
+    """
+    try:
+        yield
+    except OSError as error:
+        failure = storage_failure(error, run)
+        if failure is None:
+            raise
+        raise failure from error
 
 
 def link_or_copy(source: str | Path, target: str | Path) -> None:
@@ -282,14 +330,23 @@ def link_or_copy(source: str | Path, target: str | Path) -> None:
         shutil.copy2(source, target)
 
 
-def find(spec: str, storage: str, key: str = "resume") -> RunDir:
-    """The run called `latest`, or the one at a path (from here, or below storage.path).
+def find(spec: str, storage: Storage, key: str = "resume") -> RunDir:
+    """The run called `latest`, or the one at a path (from here, or below storage.path), or at an address of a bucket.
 
     Raises:
         MantaError: there is none, or it is no run directory.
     """
-    root = Path(storage)
-    if spec == "latest":
+    storage = replace(storage, path=absolute(storage.path), cache=absolute(storage.cache))
+    root, brought = storage.folder, None
+    if spec.startswith("s3://") or (storage.is_remote and (spec == "latest" or not Path(spec).expanduser().exists())):
+        from manta.storage import remote
+
+        root, brought = Path(storage.path), remote.find(spec, storage, key)
+        if brought is None:
+            raise MantaError(f"{key}={spec}: there is no such run in {storage.path}.")
+    if brought is not None:
+        path = brought
+    elif spec == "latest":
         path = root / "latest"
         if not path.exists():
             raise MantaError(f"{key}=latest: there is no run under {root} yet. Start one: python train.py")

@@ -3,12 +3,16 @@
 Three makers: `plain` (this process), `ray_worker` (a Ray Train worker), `tune_trial` (a Tune trial's own process).
 """
 
+import math
 import os
+import re
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,12 +20,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from manta.config import Config
-from manta.runs import FAILED, INTERRUPTED, MetricsFile, RunDir, finite, writing
+from manta.errors import FAILED as FAILED_CODE
+from manta.errors import MantaError
+from manta.runs import FAILED, INTERRUPTED, MetricsFile, RunDir, explaining, finite, with_way_out, writing
 from manta.targets import build
 from manta.tracking.live import Live
+from manta.watchdog import Pulse, Stuck, Watchdog, begin
 
 AGREE_EVERY_S = 1.0
 ALONE_EVERY_S = 0.1
+NOTICE_EVERY_S = 5.0
+"""Seconds between checkpoints while a node of the run is about to be taken away."""
 
 
 @dataclass
@@ -36,6 +45,8 @@ class Session:
     node_rank: int = 0
     stop: Callable[[], bool] = lambda: False
     """Whether this rank has been asked to checkpoint and stop."""
+    noticed: Callable[[], bool] = lambda: False
+    """Whether this rank has heard that a node of the run will be taken away."""
     on_report: Callable[[dict[str, Any]], None] | None = None
     """Called on rank 0 with every line reported."""
     watched: bool = False
@@ -44,6 +55,10 @@ class Session:
     """On rank 0 of a watched run: given {"epoch", "step", "metrics"} of a validation, whether to end here."""
     on_open: Callable[[], None] = lambda: None
     """Called on rank 0 once the history is open."""
+    stuck: Stuck | None = None
+    """What to do when nothing moves any more; None = end this process."""
+    pulse: Pulse = field(default_factory=Pulse)
+    """What this rank does; a recipe marks it, the same marks on every rank."""
     _metrics: MetricsFile | None = None
     _control: Any = field(default=None, repr=False)
 
@@ -75,8 +90,11 @@ class Session:
 
     def milestone(self, values: dict[str, Any]) -> bool:
         """After a validation of a watched run: whether to end here, the same on every rank."""
+        self.pulse.paused = True  # the others of the search may take their time
         stop = self.decide(values) if self.main else False
-        return self.sum(torch.tensor(float(stop))).item() > 0
+        agreed = self.sum(torch.tensor(float(stop))).item() > 0
+        self.pulse.paused = False
+        return agreed
 
     # --- the other ranks -----------------------------------------------------------------------------------------
 
@@ -85,7 +103,8 @@ class Session:
         tensor = tensor.detach().cpu()
         if self.world_size > 1:
             tensor = tensor.clone()
-            dist.all_reduce(tensor, group=self._control)
+            with self._together():
+                dist.all_reduce(tensor, group=self._control)
         return tensor
 
     def gather(self, value: Any) -> list[Any]:
@@ -93,12 +112,21 @@ class Session:
         if self.world_size == 1:
             return [value]
         found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, value, group=self._control)
+        with self._together():
+            dist.all_gather_object(found, value, group=self._control)
         return found
 
     def barrier(self) -> None:
         if self.world_size > 1:
-            dist.barrier(group=self._control)
+            with self._together():
+                dist.barrier(group=self._control)
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        before = self.pulse.phase
+        self.pulse(f"exchanging values with the other ranks, after {before}")
+        yield
+        self.pulse(before)
 
 
 class Agreement:
@@ -112,6 +140,7 @@ class Agreement:
         self.session, self.every_s = session, checkpoint_every_s
         self.checked_at = self.saved_at = time.monotonic()
         self.checked_step, self.next_step = 0, 0
+        self.noticed = False
 
     def begin(self, step: int) -> None:
         self.checked_step, self.next_step = step, step + 1
@@ -124,7 +153,7 @@ class Agreement:
         now = time.monotonic()
         if step < self.next_step or (self.session.world_size == 1 and now - self.checked_at < ALONE_EVERY_S):
             return False, False
-        stop, due = self.session.stop(), self.every_s is not None and now - self.saved_at >= self.every_s
+        stop, due = self.session.stop(), self._due(now)
         if self.session.world_size == 1:
             self.checked_at = now
             return stop, due
@@ -134,6 +163,13 @@ class Agreement:
         agreed = self.session.sum(mine).tolist()
         self.checked_at, self.checked_step, self.next_step = now, step, step + int(agreed[2])
         return agreed[0] > 0, agreed[1] > 0
+
+    def _due(self, now: float) -> bool:
+        """Whether it is time for a checkpoint. While a notice stands what is done since the last one may get lost any moment."""
+        first = not self.noticed and self.session.noticed()
+        self.noticed |= first
+        every_s = min(self.every_s or math.inf, NOTICE_EVERY_S) if self.noticed else self.every_s
+        return first or (every_s is not None and now - self.saved_at >= every_s)
 
 
 def plain(
@@ -153,8 +189,12 @@ def tune_trial(run: RunDir, use_gpu: bool, cpus: float, stop: Callable[[], bool]
     return plain(run, use_gpu, stop)
 
 
-def ray_worker(run: RunDir, use_gpu: bool) -> Session:
-    """The session of a Ray Train worker."""
+def ray_worker(run: RunDir, use_gpu: bool, patience: timedelta) -> Session:
+    """The session of a Ray Train worker.
+
+    Args:
+        patience: how long a collective may take before it gives up.
+    """
     import ray.train
     import ray.train.torch
 
@@ -176,9 +216,23 @@ def ray_worker(run: RunDir, use_gpu: bool) -> Session:
     )
     if session.main:
         session.stop = run.stop_file.exists
+    session.noticed = _is_preempted
     if session.world_size > 1:
-        session._control = dist.new_group(backend="gloo")
+        session._control = dist.new_group(backend="gloo", timeout=patience)
     return session
+
+
+def _is_preempted() -> bool:
+    """Whether Ray has told this worker that a node of its group is being drained.
+
+    What `ray.train.get_preemption_info` asks all ranks for, through an actor; the watcher tells each of them.
+    """
+    from ray.train.v2._internal.execution.context import get_train_context
+
+    try:
+        return get_train_context().preemption_context.preemption_info is not None
+    except AttributeError:  # in another version of Ray
+        return False
 
 
 def describe(session: Session) -> dict[str, Any]:
@@ -206,10 +260,17 @@ def _placement_group() -> str | None:
 
 def train(session: Session, config: Config) -> str:
     """Run the configured recipe on this rank; "finished", "interrupted" or "stopped" (by a search)."""
+    with explaining(session.run):
+        return _told(session, config)
+
+
+def _told(session: Session, config: Config) -> str:
+    """Train, and tell trackers of it."""
     if not session.main:
         session.gather(describe(session))
         return _train(session, config)
     with writing(session.run):
+        begin(session.run)
         ranks = session.gather(describe(session))
         session.run.write("workers.json", {"world_size": session.world_size, "ranks": ranks})
         live = Live(session.run, config, print)
@@ -225,4 +286,37 @@ def train(session: Session, config: Config) -> str:
 
 def _train(session: Session, config: Config) -> str:
     recipe = build("recipe", {"_target_": config.recipe._target_}, config.allowed_targets)
-    return str(recipe.train(session, config)["state"])
+    with watched(session, config), loaders_in_words(session, config):
+        return str(recipe.train(session, config)["state"])
+
+
+@contextmanager
+def loaders_in_words(session: Session, config: Config) -> Iterator[None]:
+    """Say what it means when a DataLoader's process was killed, which torch only says of in passing.
+
+    Raises:
+        MantaError: it was.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        died = re.search(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)", str(error))
+        if died is None:
+            raise
+        data, name = config.data, f"rank {session.rank} (pid {os.getpid()} on {socket.gethostname()})"
+        fewer = f"data.num_workers={data.num_workers // 2}"
+        message = (
+            f"A process that loads data for {name} is gone (pid {died[1]}): killed, or a crash in native code. Most often the "
+            f"machine ran out of memory. Have it use less: {fewer} (now {data.num_workers}), data.prefetch_factor=1 (now "
+            f"{data.prefetch_factor}), or give it more memory (/dev/shm too)."
+        )
+        raise MantaError(
+            message if session.watched else with_way_out(message, session.run, fewer), code=FAILED_CODE
+        ) from error
+
+
+def watched(session: Session, config: Config) -> Watchdog:
+    """Inside, nothing hangs silently."""
+    return Watchdog(
+        session.run, session.pulse, config.scaling.timeout_s, session.rank, session.world_size, session.stuck
+    )

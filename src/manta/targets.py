@@ -1,13 +1,27 @@
 """`_target_`: the one helper that finds, checks and builds what a researcher plugs in."""
 
 import importlib
+import importlib.machinery
 import inspect
+import sys
+import sysconfig
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from manta.errors import MantaError, nearest
+
+# Where plug-ins come from in our own package and in torch's. Elsewhere in them is what runs programs, deletes, downloads,
+# or loads and writes whatever it is given, under more names than a list of forbidden ones could hold.
+ROOMS = {
+    "manta": ("data", "models", "recipes", "training"),
+    "torch": ("nn", "optim"),
+    "torchvision": ("models", "ops", "transforms"),
+}
+ALLOWED_TARGETS = "MANTA_ALLOWED_TARGETS"
+"""In the environment: installed packages, besides Manta's, that a saved configuration may name; a launch hands its own on."""
+FOREIGN = {"builtins", "ctypes", "importlib", "os", "pickle", "runpy", "shutil", "socket", "subprocess", "sys"}
 
 
 def split(spec: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -26,11 +40,35 @@ def check_allowed(key: str, spec: Mapping[str, Any], allowed: Sequence[str]) -> 
         raise MantaError(
             f"{key}._target_ is {target!r}: it must be the dotted name of a class or function, e.g. manta.models.mlp.MLP."
         )
-    if target.split(".")[0] not in allowed or "." not in target:
+    parts = target.split(".")
+    room = next((rooms for package, rooms in ROOMS.items() if package == parts[0]), None)
+    inside = room is None or (len(parts) > 2 and parts[1] in room)
+    if FOREIGN & set(parts) or parts[0] in sys.stdlib_module_names or (parts[0] in allowed and not inside):
+        few = f" Of {parts[0]}, plug-ins come from {', '.join(f'{parts[0]}.{name}' for name in room)}." if room else ""
+        raise MantaError(
+            f"{key}._target_={target} can run anything, or is no plug-in.{few} Call it in a function of your own and name that one."
+        )
+    if not all(part.isidentifier() and not part.startswith("__") for part in parts):
+        raise MantaError(f"{key}._target_={target} must be the dotted name of a class or function.")
+    if parts[0] not in allowed or len(parts) < 2:
         raise MantaError(
             f"{key}._target_={target} is outside the allowed packages ({', '.join(allowed)}). "
-            f"If you trust it: 'allowed_targets=[{','.join([*allowed, target.split('.')[0]])}]'"
+            f"If you trust it: 'allowed_targets=[{','.join([*allowed, parts[0]])}]', in conf/config.yaml for good; for the "
+            f"scripts of a run that was given it on the command line: {ALLOWED_TARGETS}={parts[0]} python scripts/..."
         )
+
+
+def is_own(package: str) -> bool:
+    """Whether a package is the project's own code: not Python's, not installed beside it. Imports nothing."""
+    if package in ROOMS:
+        return True
+    try:
+        spec = importlib.machinery.PathFinder.find_spec(package)
+    except (ImportError, ValueError):
+        return False
+    places = [] if spec is None else [spec.origin or "", *(spec.submodule_search_locations or ())]
+    installed = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    return any(places) and not any(place.startswith(installed) for place in places)
 
 
 def locate(key: str, target: str, allowed: Sequence[str]) -> Callable[..., Any]:
@@ -58,8 +96,10 @@ def locate(key: str, target: str, allowed: Sequence[str]) -> Callable[..., Any]:
                     + (f" Did you mean {hint!r}?" if hint else "")
                 )
             found = getattr(found, name)
-        if not callable(found) or (getattr(found, "__module__", None) or "").split(".")[0] not in allowed:
+        home = getattr(found, "__module__", None) or ""
+        if not callable(found) or home.split(".")[0] not in allowed:
             raise MantaError(f"{key}._target_={target} is not a class or function of {', '.join(allowed)}.")
+        check_allowed(key, {"_target_": f"{home}.{found.__name__}"}, allowed)  # torch.nn.x.torch.load is torch.load
         return typing.cast(Callable[..., Any], found)
     raise MantaError(f"{key}._target_={target} does not exist: no module {parts[0]!r}.")
 

@@ -3,20 +3,26 @@
 The controller unpickles what is here, so torch is imported only inside functions: it is 2 s of every start.
 """
 
+import json
 import os
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import ray
 import ray.train
 from ray.train.backend import Backend, BackendConfig
 
+from manta import watchdog
+from manta.runs import RunDir, now
+
 
 class ProcessGroup(BackendConfig):
     """torch.distributed over the workers: what ray.train.torch.TorchConfig sets up, without torch in the controller."""
 
-    def __init__(self, backend: str, timeout_s: float) -> None:
-        self.backend, self.timeout_s = backend, timeout_s
+    def __init__(self, backend: str, patience: timedelta) -> None:
+        self.backend, self.patience = backend, patience
 
     @property
     def backend_cls(self) -> type[Backend]:
@@ -30,13 +36,13 @@ class _Torch(Backend):
         from ray.train._internal.utils import get_address_and_port
 
         address, port = worker_group.execute_single(0, get_address_and_port)
-        worker_group.execute(_join, backend_config.backend, backend_config.timeout_s, address, port)
+        worker_group.execute(_join, backend_config.backend, backend_config.patience, address, port)
 
     def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:  # noqa: ARG002
         ray.wait(worker_group.execute_async(_leave), num_returns=len(worker_group), timeout=30)
 
 
-def _join(backend: str, timeout_s: float, address: str, port: int) -> None:
+def _join(backend: str, patience: timedelta, address: str, port: int) -> None:
     import torch.distributed as dist
 
     context = ray.train.get_context()
@@ -50,7 +56,28 @@ def _join(backend: str, timeout_s: float, address: str, port: int) -> None:
         "NODE_RANK": context.get_node_rank(),
     }
     os.environ.update({name: str(value) for name, value in places.items()})
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    store = _loopback_store(address, port, patience) if address == "127.0.0.1" else None
+    where: dict[str, Any] = (
+        {}
+        if store is None
+        else {"store": store, "rank": context.get_world_rank(), "world_size": context.get_world_size()}
+    )
+    dist.init_process_group(backend, timeout=patience, **where)
+
+
+def _loopback_store(address: str, port: int, timeout: timedelta) -> Any:
+    """Where the ranks meet, on loopback as the rest of a Ray of our own: torch alone would listen on every interface."""
+    import socket
+
+    import torch.distributed as dist
+
+    context = ray.train.get_context()
+    rank, world_size = context.get_world_rank(), context.get_world_size()
+    listener = socket.create_server((address, port)).detach() if rank == 0 else None
+    library: Any = dist  # which does not export it to type checkers
+    return library.TCPStore(
+        address, port, world_size, rank == 0, timeout, multi_tenant=False, master_listen_fd=listener
+    )
 
 
 def _leave() -> None:
@@ -58,6 +85,44 @@ def _leave() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def recorders(run: RunDir, path: Path) -> list[Any]:
+    """Callbacks of the controller which write a line to `path` for each time that it starts the workers of a run again."""
+    try:
+        from ray.train.v2._internal.execution.callback import ControllerCallback
+    except ImportError:
+        return []
+
+    class Recorder(ControllerCallback):
+        def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:  # noqa: ARG002
+            with suppress(Exception):  # it would end the run
+                line = _restart(run, current_state)
+                if line is not None:
+                    path.parent.mkdir(exist_ok=True)
+                    with open(path, "a") as file:
+                        file.write(json.dumps(line) + "\n")
+
+    return [Recorder()]
+
+
+def _restart(run: RunDir, state: Any) -> dict[str, Any] | None:
+    """What a state of the controller says of a restart."""
+    from manta import workers
+
+    name = type(state).__name__
+    if name == "RestartingState":
+        error = state.training_failed_error
+        line = {"kind": workers.kind_of(error), "cause": workers.in_words(error, run)}
+        watchdog.begin(run)  # what was found is told now
+    elif name == "ResizingState":
+        line = {
+            "kind": workers.RESIZE,
+            "cause": f"nodes came or went, there will be {state.scaling_decision.num_workers} workers",
+        }
+    else:
+        return None
+    return {**line, "time": now()}
 
 
 def lean(trainer: type) -> type:

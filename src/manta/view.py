@@ -148,11 +148,11 @@ class View:
 
     # --- lines ---------------------------------------------------------------------------------------------------
 
-    def say(self, what: RenderableType, style: str | None = None) -> None:
+    def say(self, what: RenderableType, style: str | None = None, log: bool = True) -> None:
         """Show a line or a table, and log it."""
         with self._lock:
             self.terminal.print(what, style=style, markup=False)
-            if self.log is not None:
+            if log and self.log is not None:
                 self.log.print(what, markup=False)
 
     def note(self, text: str) -> None:

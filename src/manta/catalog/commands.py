@@ -7,6 +7,7 @@ import shlex
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import NoReturn
@@ -16,9 +17,9 @@ from manta.catalog import details, listing, paper, remove, render, rerun
 from manta.catalog.choose import add_filters, chosen, has_filters
 from manta.catalog.entries import Entry, newest, pick, scan
 from manta.catalog.settings import Defaults
-from manta.config import absolute
+from manta.config import Storage, absolute, from_hydra
 from manta.env import load_env_file
-from manta.errors import FINISHED, MantaError, exit_code, nearest
+from manta.errors import FAILED, FINISHED, MantaError, exit_code, nearest
 from manta.runs import RunDir
 from manta.tracking import NAMES
 from manta.view import Terminal, table
@@ -36,7 +37,16 @@ class Hand:
 
     @cached_property
     def storage(self) -> Path:
-        return Path(absolute(self._storage) if self._storage else self.defaults.storage)
+        if self.settings.is_remote:
+            from manta.storage.remote import refresh
+
+            return refresh(self.settings)
+        return self.settings.folder
+
+    @cached_property
+    def settings(self) -> Storage:
+        found = self.defaults.storage
+        return replace(found, path=absolute(self._storage)) if self._storage else found
 
     def pick(self, spec: str) -> Entry:
         return pick(spec, self.storage, self.defaults)
@@ -121,6 +131,7 @@ def make_parser(script: str) -> ArgumentParser:
     listed.add_argument("--limit", type=int, metavar="N", help="at most so many")
     listed.add_argument("--trials", action="store_true", help="trials and refits of searches too")
     _add_format(listed)
+    add("clean", "Remove what killed launches left behind: folders and processes of their Ray. No run is touched.")
     add("show", "Everything about one run.").add_argument("run", metavar="RUN", help=RUN_HELP)
     compared = add("compare", "What differs between runs: settings, metrics (* is the better), code.", many="runs")
     compared.add_argument("runs", nargs="+", metavar="RUN", help=RUN_HELP)
@@ -147,6 +158,8 @@ def make_parser(script: str) -> ArgumentParser:
     told.add_argument("runs", nargs="+", metavar="RUN", help=RUN_HELP)
     told.add_argument("--to", required=True, metavar="TRACKER", help=f"{', '.join(NAMES)}, or all that the run has on")
     told.add_argument("--tracking-uri", metavar="URI", help="of MLflow, instead of the run's own")
+    brought = add("upload", "Bring to its bucket what is not there yet (storage.path=s3://...).", many="runs")
+    brought.add_argument("runs", nargs="+", metavar="RUN", help=RUN_HELP)
     exported = add("csv", "The metrics of a run as CSV, one row a report.")
     exported.add_argument("run", metavar="RUN", help=RUN_HELP)
     exported.add_argument("--output", metavar="FILE", help="write there instead of to the terminal")
@@ -246,6 +259,11 @@ def _rerun(arguments: Namespace, hand: Hand) -> int:
 
 
 def _rm(arguments: Namespace, hand: Hand) -> int:
+    if hand.settings.is_remote:
+        raise MantaError(
+            f"rm deletes no objects of {hand.settings.path}. For a run there: aws s3 rm --recursive "
+            f"{hand.settings.path}/<date>/<time>, and here: rm -r {runs.short(hand.settings.folder)}/<date>/<time>"
+        )
     entries = _asked(arguments, hand)
     if not entries:
         hand.warn(listing.nothing(hand.storage))
@@ -316,6 +334,28 @@ def _csv(arguments: Namespace, hand: Hand) -> int:
     return FINISHED
 
 
+def _upload(arguments: Namespace, hand: Hand) -> int:
+    from manta.resume import load
+    from manta.storage.remote import upload, url_of
+
+    code = FINISHED
+    for spec in arguments.runs:
+        run = RunDir(hand.pick(spec).path)
+        if runs.is_locked(run):
+            raise MantaError(f"{run} is training right now, and comes to its bucket as it goes.")
+        saved = from_hydra(load(run)).storage
+        saved = replace(saved, endpoint_url=hand.settings.endpoint_url or saved.endpoint_url)
+        here = replace(saved, cache=hand.settings.cache)  # it may have been trained on another machine
+        settings = here if url_of(run, saved) is None else saved
+        if (url := url_of(run, settings)) is None:
+            raise MantaError(f"{run} does not belong to a bucket: it was trained with storage.path={saved.path}.")
+        if upload(run, settings, hand.warn):
+            print(f"{run}: all of it is in {url}", flush=True)
+        else:
+            code = FAILED
+    return code
+
+
 def _sync(arguments: Namespace, hand: Hand) -> int:
     from manta.tracking.sync import sync
 
@@ -323,6 +363,14 @@ def _sync(arguments: Namespace, hand: Hand) -> int:
         for name in _trackers(entry) if arguments.to == "all" else [arguments.to]:
             uri = arguments.tracking_uri if name == "mlflow" or arguments.to != "all" else None
             sync(RunDir(entry.path), name, lambda text: print(text, flush=True), uri)
+    return FINISHED
+
+
+def _clean(_arguments: Namespace, _hand: Hand) -> int:
+    from manta.cluster.own import remove_sessions
+
+    removed = remove_sessions()
+    print("\n".join(f"removed {folder}" for folder in removed) or "nothing was left")
     return FINISHED
 
 
@@ -348,4 +396,6 @@ COMMANDS: dict[str, Callable[[Namespace, Hand], int]] = {
     "rm": _rm,
     "csv": _csv,
     "sync": _sync,
+    "clean": _clean,
+    "upload": _upload,
 }

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from manta.config import Config, absolute, from_hydra, register
+from manta.config import Config, Storage, absolute, from_hydra, register
 from manta.errors import MantaError
 
 Flat = dict[str, Any]
@@ -181,8 +181,9 @@ class Defaults:
         return cfg, choices
 
     @cached_property
-    def storage(self) -> str:
-        return absolute(str(self._composed[0].storage.path))
+    def storage(self) -> Storage:
+        found = self._composed[0].storage
+        return Storage(**{**found, "path": absolute(str(found.path)), "cache": absolute(str(found.cache))})
 
     @cached_property
     def choices(self) -> dict[str, Any]:

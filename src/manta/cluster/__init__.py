@@ -7,10 +7,11 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from manta import plan
+from manta.cluster.own import on_loopback, session_folder
 from manta.config import Cluster
 from manta.errors import FAILED, MantaError
 from manta.plan import Needs, Node, local_node
@@ -62,24 +63,32 @@ def connect(cluster: Cluster) -> Iterator[list[Node]]:
         yield nodes()
         return
     os.environ.pop(_OWN, None)
-    if cluster.kind == "existing":
-        _join(cluster)
-    else:
-        node = local_node(cluster)
-        os.environ[_OWN] = "1"
-        ray.init(
-            address="local",
-            num_cpus=int(node["CPU"]),
-            num_gpus=int(node["GPU"]),
-            include_dashboard=False,
-            object_store_memory=cluster.object_store_memory,
-            logging_level=logging.WARNING,
-        )
-    try:
+    with ExitStack() as around:
+        around.callback(os.environ.pop, _OWN, None)
+        around.callback(ray.shutdown)
+        if cluster.kind == "existing":
+            _join(cluster)
+        else:
+            around.enter_context(on_loopback())
+            _start(cluster)
+            around.enter_context(session_folder())
         yield nodes()
-    finally:
-        ray.shutdown()
-        os.environ.pop(_OWN, None)
+
+
+def _start(cluster: Cluster) -> None:
+    """A Ray of our own."""
+    import ray
+
+    node = local_node(cluster)
+    os.environ[_OWN] = "1"
+    ray.init(
+        address="local",
+        num_cpus=int(node["CPU"]),
+        num_gpus=int(node["GPU"]),
+        include_dashboard=False,
+        object_store_memory=cluster.object_store_memory,
+        logging_level=logging.WARNING,
+    )
 
 
 def _join(cluster: Cluster) -> None:

@@ -18,6 +18,7 @@ from manta.training.checkpoint import load_checkpoint
 from manta.training.evaluation import Evaluator, predictions
 from manta.training.learner import build_model, build_optimizer, build_scheduler, load_weights
 from manta.training.loop import Loop, training_length
+from manta.training.memory import settled_for
 from manta.training.parallel import bare, parallelise
 from manta.training.precision import Precision
 from manta.training.tasks import Classification
@@ -63,6 +64,7 @@ class PyTorchRecipe:
         for split in splits:
             if getattr(data, split) is None:
                 raise MantaError(f"splits=[{split}]: data set {config.data.name} has no {split} split.")
+        config = settled_for(config, checkpoint)
         evaluator, model = Evaluator(session, config, data, Classification()), _trained(session, config, checkpoint)
         found: dict[str, float] = {}
         for split in splits:
@@ -70,6 +72,7 @@ class PyTorchRecipe:
         return found
 
     def predict(self, session: Session, config: Config, checkpoint: Path, dataset: AnySet) -> Iterator[Prediction]:
+        config = settled_for(config, checkpoint)
         return predictions(session, config, _trained(session, config, checkpoint), dataset, Classification())
 
     def export(self, config: Config, checkpoint: Path) -> tuple[nn.Module, torch.Tensor]:

@@ -11,6 +11,7 @@ from manta import runs
 from manta.config import Storage, absolute
 from manta.errors import FINISHED, MantaError
 from manta.runs import RunDir
+from manta.storage import bring_back
 from manta.view import Rows, View, table
 
 if TYPE_CHECKING:
@@ -52,15 +53,16 @@ def report(arguments: Arguments) -> int:
     else:
         if arguments.output is not None:
             raise MantaError(f"output={arguments.output}: a run's page goes into its directory; output= is for runs=.")
-        rows = _one(runs.find(arguments.run or "latest", absolute(arguments.storage.path), key="run"))
+        rows = _one(runs.find(arguments.run or "latest", arguments.storage, key="run"), arguments.storage)
     View().say(table("Report", rows))
     return FINISHED
 
 
-def _one(run: RunDir) -> Rows:
+def _one(run: RunDir, storage: Storage) -> Rows:
     from manta.search.best import is_search
 
     page = write_page(run)
+    bring_back(run, storage, print)
     kind = "search" if is_search(run) else "run"
     return [(kind, str(run)), *_where(page)]
 
@@ -89,14 +91,14 @@ def _compare(arguments: Arguments) -> Rows:
     from manta.report.history import find_group, read_run
     from manta.search.best import best_of, is_search
 
-    root = absolute(arguments.storage.path)
+    root = absolute(str(arguments.storage.folder))
     if arguments.group is not None:
         found = [RunDir(path.resolve()) for path in find_group(arguments.group, Path(root))]
         if not found:
             raise MantaError(f"group={arguments.group}: no run under {root} was started with it.")
     else:
         specs = [spec.strip() for spec in (arguments.runs or "").strip("[]").split(",") if spec.strip()]
-        found = [runs.find(spec, root, key="runs") for spec in specs]
+        found = [runs.find(spec, arguments.storage, key="runs") for spec in specs]
     found = [best_of(run, key="runs") if is_search(run) else run for run in dict.fromkeys(found)]
     if len(found) < 2:
         raise MantaError(

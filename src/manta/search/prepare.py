@@ -154,6 +154,7 @@ def _compose(cfg: DictConfig, overrides: list[str], groups: Mapping[str, Domain]
             base.search, base.resume, base.plan, base.traceback = Search(), None, False, False
             # A resume may be typed elsewhere.
             base.data.root, base.storage.path = absolute(base.data.root), absolute(base.storage.path)
+            base.storage.cache = absolute(base.storage.cache)
         try:
             applied(base, {})
         except MantaError as error:

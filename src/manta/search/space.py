@@ -110,7 +110,7 @@ class Space:
             content = yaml.safe_load(path.read_text())
             domains = {key: parse(text) for key, text in content["domains"].items()}
             now: dict[str, Any] = {name: asdict(getattr(config, name)) for name in ("scaling", "cluster", "storage")}
-            now["tags"] = config.tags
+            now |= {"tags": config.tags, "allowed_targets": config.allowed_targets}
             bases = {
                 key: OmegaConf.merge(OmegaConf.structured(Config), base, now) for key, base in content["bases"].items()
             }

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from manta.config import Objective
-from manta.runs import FAILED, RUNNING, RunDir, finite, read_lines
+from manta.runs import FAILED, RUNNING, STORAGE_FAILED, RunDir, finite, read_lines
 from manta.search.record import Record
 
 EVENTS = "search.jsonl"
@@ -31,6 +31,8 @@ class Study:
         self.records: list[Record] = []
         self.past: list[dict[str, Any]] = read_lines(path)
         """The events of earlier launches."""
+        self.storage_failure: str | None = None
+        """Of a trial of this launch: the disk that all of them share does not work any more."""
         self.silent = False
         """While they are told again nothing is written."""
         for event in self.past:
@@ -66,6 +68,8 @@ class Study:
         self._happened({"event": "ended", "trial": number, "state": state}, sync=True)
 
     def failed(self, number: int, error: str) -> None:
+        if error.startswith(STORAGE_FAILED) and not self.silent:
+            self.storage_failure = error
         self._happened({"event": "failed", "trial": number, "error": error}, sync=True)
 
     def retried(self, number: int) -> None:

@@ -13,7 +13,7 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -35,7 +35,8 @@ from manta.search.record import STOPPED
 from manta.session import Session
 from manta.tracking import live
 from manta.view import View
-from manta.workers import on_workers
+from manta.watchdog import Verdict
+from manta.workers import Restarts, kind_of, on_workers
 
 Decide = Callable[[dict[str, Any]], bool]
 STOP_S = 120
@@ -53,6 +54,8 @@ class Job:
     """Its existence asks every trial to checkpoint and stop."""
     folder: str
     """Where the command was typed."""
+    allowed_targets: list[str] = field(default_factory=list)
+    """What the command trusts."""
     watched: bool = True
     """Whether the search decides after every validation (not when the best is trained again)."""
 
@@ -64,6 +67,7 @@ class Training:
         self._said: SimpleQueue[dict[str, Any] | BaseException] = SimpleQueue()
         self._told: SimpleQueue[bool] = SimpleQueue()
         self._waiting = False
+        self._lost = False
         self._thread = threading.Thread(target=self._run, args=(train,), daemon=True)
         self._thread.start()
 
@@ -81,8 +85,15 @@ class Training:
         if self._waiting:
             self._told.put(True)
             self._waiting = False
+        if self._lost:
+            return False
         self._thread.join(STOP_S)
         return not self._thread.is_alive()
+
+    def lose(self, error: MantaError) -> None:
+        """Give it up: it is stuck, and may never come back."""
+        self._lost = True
+        self._said.put(error)
 
     def _go_on(self) -> None:
         if self._waiting:
@@ -106,6 +117,7 @@ class Trial(Trainable):
         self.job = job
         self.training: Training | None = None
         self.workers: Workers | None = None
+        self.restarts: Restarts | None = None
         if os.path.isdir(job.folder):
             os.chdir(job.folder)
         self.reset_config(config)
@@ -156,43 +168,72 @@ class Trial(Trainable):
         run, job = self.run, self.job
         if job.stop_file.exists():
             return Training(lambda _: runs.INTERRUPTED)
-        config = OmegaConf.to_object(load(run))
+        config = OmegaConf.to_object(load(run, job.allowed_targets))
         assert isinstance(config, Config)
         status = run.read("status.json")
         run.write(
             "status.json",
             {**status, "state": runs.RUNNING, "pid": os.getpid(), "attempts": status.get("attempts", 0) + 1},
         )
-        heard, train = self.config["heard"], _in_this_process if job.needs.num_workers <= 1 else self._on_workers
+        self.restarts = None
+        heard, train = self.config["heard"], self._in_this_process if job.needs.num_workers <= 1 else self._on_workers
         return Training(lambda decide: _logged(run, lambda: _train(run, config, job, heard, decide, train)))
 
-    def _on_workers(self, run: RunDir, config: Config, job: Job, decide: Decide) -> str:
-        self.workers = self.workers or Workers(config, job)
+    def _in_this_process(self, run: RunDir, config: Config, job: Job, decide: Decide) -> str:
+        from manta import session
+
+        mine = session.tune_trial(run, job.use_gpu, job.needs.per_worker.get("CPU", 1), job.stop_file.exists)
+        mine.watched, mine.decide, mine.stuck = job.watched, decide, self._stuck
+        return session.train(mine, config)
+
+    def _stuck(self, found: Verdict, _over: Callable[[float], bool]) -> None:
+        with open(self.run.log, "a") as log:
+            log.write(f"{found.message}\n{found.stack}")
+        assert self.training is not None
+        self.training.lose(MantaError(found.message, code=FAILED))
+
+    def _on_workers(self, run: RunDir, config: Config, job: Job, decide: Decide) -> str | None:
+        """None: the workers are lost, and the trial may have others."""
+        self.restarts = self.restarts or Restarts(run, config.scaling, print)
+        if self.workers is None:
+            self.workers = Workers(config, job)
         try:
             return self.workers.train(run, config, job, decide)
-        except BaseException:
-            if not self.workers.alive():
-                workers, self.workers = self.workers, None
-                workers.end()
-            raise
+        except BaseException as error:
+            if self.workers.alive():
+                raise
+            workers, self.workers = self.workers, None
+            workers.end()
+            kind = kind_of(error.__cause__)
+            if not isinstance(error, MantaError) or not self.restarts.allowed(kind):
+                raise
+            self.restarts.record(kind, str(error).splitlines()[0].removeprefix("The trial failed: "))
+            self.restarts.started(job.needs.num_workers)
+            return None
 
 
-def _train(run: RunDir, config: Config, job: Job, heard: int, decide: Decide, train: Callable[..., str]) -> str:
-    """Adopt what an exploit left here, tell the search what it has not heard, and train."""
+def _train(run: RunDir, config: Config, job: Job, heard: int, decide: Decide, train: Callable[..., str | None]) -> str:
+    """Adopt what an exploit left here, tell the search what it has not heard, and train; again with other workers if these
+    are lost."""
     metric = config.objective.metric
 
     def watched(validation: dict[str, Any]) -> bool:
+        nonlocal heard
+        heard = validation["epoch"]
         metrics = validation["metrics"]
         if not math.isfinite(metrics[metric]):
             raise MantaError(f"{metric} is {metrics[metric]} after epoch {validation['epoch']}.", code=FAILED)
         return decide({**validation, metric: metrics[metric]})
 
-    with runs.writing(run):
-        continue_from(run, verify, print)  # before anything is read of its last checkpoint
-        adopt(run)
-    if job.watched and any(watched(validation) for validation in _unheard(run, metric, heard)):
-        return STOPPED
-    return train(run, config, job, watched)
+    while True:
+        with runs.explaining(run), runs.writing(run):
+            continue_from(run, verify, print)  # before anything is read of its last checkpoint
+            adopt(run)
+        if job.watched and any(watched(validation) for validation in _unheard(run, metric, heard)):
+            return STOPPED
+        state = train(run, config, job, watched)
+        if state is not None:
+            return state
 
 
 def _unheard(run: RunDir, metric: str, heard: int) -> Iterator[dict[str, Any]]:
@@ -217,14 +258,6 @@ def _logged(run: RunDir, train: Callable[[], str]) -> str:
             raise
 
 
-def _in_this_process(run: RunDir, config: Config, job: Job, decide: Decide) -> str:
-    from manta import session
-
-    mine = session.tune_trial(run, job.use_gpu, job.needs.per_worker.get("CPU", 1), job.stop_file.exists)
-    mine.watched, mine.decide = job.watched, decide
-    return session.train(mine, config)
-
-
 # --- several workers -------------------------------------------------------------------------------------------------
 
 
@@ -239,13 +272,16 @@ class Workers:
         self.mailbox: Any = ray.remote(num_cpus=0)(Mailbox).remote()
         self.scratch = RunDir(job.stop_file.parent / ".tune" / f"workers-{uuid.uuid4().hex}")
         self.scratch.path.mkdir(parents=True)
+        self.under_way = self.scratch
+        """The run that is trained, or was last."""
         self._error: BaseException | None = None
         self._answer: Any = None
         self._thread = threading.Thread(target=self._run, args=(config, job), daemon=True)
         self._thread.start()
 
     def train(self, run: RunDir, config: Config, job: Job, decide: Decide) -> str:
-        """Like `_in_this_process`."""
+        """Like `Trial._in_this_process`."""
+        self.under_way = run
         self._tell({"run": run, "config": config, "watched": job.watched})
         while True:
             said = self._hear()
@@ -287,7 +323,12 @@ class Workers:
     def _run(self, config: Config, job: Job) -> None:
         arguments = {"mailbox": self.mailbox, "stop_file": job.stop_file}
         try:
-            on_workers(config, self.scratch, job.needs, View(silent=True), _serve, arguments, what="The trial")
+            view = View(silent=True)
+            on_workers(
+                *(config, self.scratch, job.needs, view, _serve, arguments),
+                what="The trial",
+                under_way=lambda: self.under_way,
+            )
         except BaseException as error:
             self._error = error
 

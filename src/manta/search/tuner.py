@@ -6,7 +6,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -116,7 +116,11 @@ class Search:
     def _go(self) -> str:
         known = list(self.study.records)
         with self.view.search_progress(self.config, self.space, self._total(), known):
-            self.until_done(self._tuner().fit, self._follow)
+            try:
+                self.until_done(self._tuner().fit, self._follow)
+            finally:
+                if self.study.storage_failure is not None:  # Tune meets it too, and raises whatever comes of it
+                    raise MantaError(self.study.storage_failure, code=FAILED)
         self._release(range(len(self.study.records)))
         records, best = self.study.records, self.study.best()
         cut = [replace(r, state=runs.INTERRUPTED) if r.state == runs.RUNNING else r for r in records]
@@ -164,7 +168,8 @@ class Search:
 
     def _stop(self) -> None:
         self.trials.stopping = True
-        self.stop_file.touch()
+        with suppress(OSError):  # of a disk that has failed: trials meet it themselves
+            self.stop_file.touch()
 
     @property
     def stop_file(self) -> Path:
@@ -194,6 +199,8 @@ class Search:
         now, (running, waiting) = time.monotonic(), self._alive()
         self._settle(list(self.study.records))
         self.view.trials(self.study.records, running, waiting, self._eta(now - self._began))
+        if self.study.storage_failure is not None and not self.trials.stopping:
+            self._stop()
         budget = self.config.search.time_budget_s
         if budget is not None and now - self._began > budget and not self.trials.stopping:
             self.view.say(f"search.time_budget_s={budget:g} is spent: stopping.")
@@ -247,7 +254,7 @@ class Search:
 
     def _tuner(self) -> tune.Tuner:
         search, objective = self.config.search, self.config.objective
-        job = Job(self.needs, self.use_gpu, self.stop_file, os.getcwd())
+        job = Job(self.needs, self.use_gpu, self.stop_file, os.getcwd(), self.config.allowed_targets)
         return tune.Tuner(
             self.trainable(job, slots=self.at_once if self.slotted else None),
             tune_config=tune.TuneConfig(
@@ -369,7 +376,9 @@ class Refit:
 
     def _tuner(self, wanted: list[RunDir]) -> tune.Tuner:
         search = self.search
-        job = Job(search.needs, search.use_gpu, search.stop_file, os.getcwd(), watched=False)
+        job = Job(
+            search.needs, search.use_gpu, search.stop_file, os.getcwd(), search.config.allowed_targets, watched=False
+        )
         return tune.Tuner(
             search.trainable(job),
             param_space={"run": tune.grid_search([str(run.path) for run in wanted]), "heard": 0},
@@ -390,7 +399,7 @@ class Refit:
 
         search = self.search
         best = RunDir(search.run.path / "best")
-        config = from_hydra(load(best))
+        config = from_hydra(load(best, search.config.allowed_targets))
         checkpoint = best.path / "checkpoint"
         if search.needs.num_workers > 1:
             from manta.workers import on_workers

@@ -119,7 +119,7 @@ def shown(config: Config) -> str:
             words.append(f"wandb {mode}" if asked or mode == "online" else "wandb offline (no WANDB_API_KEY)")
         elif name == "mlflow":
             uri = config.tracking.mlflow.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
-            default = "" if uri else f" {short(Path(config.storage.path) / 'mlflow.db')}"
+            default = "" if uri else f" {short(config.storage.folder / 'mlflow.db')}"
             words.append(f"mlflow{default}" if uri is None else f"mlflow {without_secrets(uri)}")
         else:
             words.append(name)

@@ -125,7 +125,11 @@ class Feed(threading.Thread):
 
 def main() -> None:
     os.nice(5)  # its libraries take seconds of a core to load: whoever trains goes first
-    for number in (signal.SIGINT, signal.SIGTERM):  # the one that trains hears them, and says how it ended
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGUSR1,
+    ):  # the one that trains hears them, and says how it ended
         signal.signal(number, signal.SIG_IGN)
     out = os.fdopen(os.dup(1), "w")
     log = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manta import runs
-from manta.config import Config, absolute
+from manta.config import Config
 from manta.runs import RunDir
 from manta.search.record import STOPPED
 from manta.tracking import Alive, Point, Told, place, results, sole, state_of, update_state, without_secrets
@@ -54,7 +54,7 @@ class MlflowTracker:
         from mlflow import MlflowClient
 
         uri = tracking_uri(self.config)
-        with sole(RunDir(Path(self.config.storage.path)), "mlflow"):  # a new database is made by one process
+        with sole(RunDir(self.config.storage.folder), "mlflow"):  # a new database is made by one process
             self._client = MlflowClient(uri)
             experiment = self._experiment(uri)
         self.alive()
@@ -78,7 +78,7 @@ class MlflowTracker:
         if known is not None:
             return str(known.experiment_id)
         # A server knows where files go; a database alone would put them where this process happens to stand.
-        folder = None if uri.startswith("http") else Path(self.config.storage.path, "mlflow-artifacts").as_uri()
+        folder = None if uri.startswith("http") else (self.config.storage.folder / "mlflow-artifacts").as_uri()
         try:
             return str(self._client.create_experiment(name, artifact_location=folder))
         except Exception:
@@ -198,7 +198,7 @@ def tracking_uri(config: Config) -> str:
     """Of the settings, else the environment, else a database below `storage.path`."""
     uri = config.tracking.mlflow.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
     if uri is None:
-        return f"sqlite:///{absolute(config.storage.path)}/mlflow.db"
+        return f"sqlite:///{config.storage.folder.absolute()}/mlflow.db"
     return uri
 
 

@@ -50,12 +50,14 @@ class Evaluator:
         if split not in self.loaders:
             self.loaders[split] = make_loader(session, self.config, self.splits, split)
         size = len(getattr(self.splits, split))
+        assert not isinstance(data.micro_batch_size, str), "auto is settled by the recipe"
         batch = data.eval_batch_size or data.micro_batch_size or math.ceil(data.batch_size / session.world_size)
         micros = micro_batches(torch.arange(size), session.rank, session.world_size, batch)
         micros = micros[: self.config.training.limit_eval_batches]
         sums = torch.zeros(len(self.task.metrics) + 1, dtype=torch.float64, device=session.device)
         batches = self.loaders[split].batches(micro.indices for micro in micros)
         for micro, (inputs, targets) in zip(micros, batches, strict=True):
+            session.pulse(f"evaluating {split}")
             with self.precision.context():
                 logits = model(inputs)
             if micro.real:
@@ -74,6 +76,7 @@ def predictions(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """(classes, probabilities, targets) of every sample in order, a batch at a time; model: in eval mode."""
     precision, data = Precision.make(config.training.precision, session.device), config.data
+    assert not isinstance(data.micro_batch_size, str), "auto is settled by the recipe"
     size = data.eval_batch_size or data.micro_batch_size or data.batch_size
     parts: Iterable[AnySet] = [dataset]
     if isinstance(dataset, TensorSet):  # inputs may be a file larger than the device's memory

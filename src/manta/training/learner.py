@@ -112,14 +112,18 @@ class Learner:
         total: Tensor | None = None
         # DDP and FSDP2 average over ranks; the mean over samples needs the sum.
         factor = self.session.world_size / size
+        pulse = self.session.pulse
         for index, (inputs, targets, real) in enumerate(micros):
             with gradient_sync(self.model, index == len(micros) - 1):
+                pulse("in the forward pass or the loss")
                 with self.precision.context():
                     loss = self.task.loss(self.model(inputs), targets)
+                pulse("in the backward pass")
                 self.scaler.scale(loss * (factor if real else 0.0)).backward()
             mine = loss.detach() if real else torch.zeros_like(loss)
             total = mine if total is None else total + mine
         assert total is not None
+        pulse("in the optimizer step")
         self._use_gradients(step, total)
         return total
 

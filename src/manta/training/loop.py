@@ -20,7 +20,9 @@ from manta.errors import MantaError
 from manta.session import Agreement, Session
 from manta.training.checkpoint import CheckpointWriter, find_checkpoint, load_checkpoint
 from manta.training.evaluation import Evaluator, make_loader
-from manta.training.learner import Learner, load_weights
+from manta.training.learner import Learner, MicroBatch, load_weights
+from manta.training.loader import Batch
+from manta.training.memory import AUTO, explain, find_micro_batch, out_of_memory, settled
 from manta.training.rng import rng_state, seed_everything, seed_rank, set_rng_state
 from manta.training.sampler import Step, epoch_order, training_steps
 
@@ -47,6 +49,8 @@ class Progress:
     """Itself: {"epoch", "step", "metrics"}."""
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     """What was last reported."""
+    micro_batch_size: int | None = None
+    """What `data.micro_batch_size=auto` found."""
 
 
 class Stopwatch:
@@ -110,7 +114,6 @@ class Loop:
         self.learner = Learner(session, config, self.total)
         seed_rank(config.seed, session.rank)
         self.loader = make_loader(session, config, splits, "train")
-        self.evaluate = Evaluator(session, config, splits, self.learner.task)
         self.progress = Progress()
         self.save_due = False
         self.snapshot: dict[str, Any] | None = None
@@ -122,11 +125,39 @@ class Loop:
             CheckpointWriter(session.run.checkpoints, settings.keep, settings.asynchronous) if session.main else None
         )
         self._restore()
+        if config.data.micro_batch_size == AUTO:
+            self._settle()
+        self.evaluate = Evaluator(session, self.config, splits, self.learner.task)
+
+    @property
+    def share(self) -> int:
+        """Samples of a global batch that come to a rank, at most."""
+        return math.ceil(self.config.data.batch_size / self.session.world_size)
+
+    def _settle(self) -> None:
+        """Put a number in the place of `data.micro_batch_size=auto`: that of the checkpoint, or what fits."""
+        number = self.progress.micro_batch_size
+        if number is None:
+            number = find_micro_batch(self.learner, self.share)
+            if self.session.main:
+                print(f"data.micro_batch_size=auto: {number} of a worker's {self.share} samples fit at a time.")
+        self.progress.micro_batch_size = number
+        self.config = settled(self.config, number)
 
     # --- running -------------------------------------------------------------------------------------------------
 
     def run(self) -> dict[str, Any]:
         """Train until finished or asked to stop; {"state": "finished" | "interrupted" | "stopped" (by a search)}."""
+        try:
+            return self._run()
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            said = f"{str(error).strip().splitlines()[0]:.200}"
+        # Only here are the frames gone that hold what was on the device.
+        raise explain(self.learner, self.config.data, said, self.share)
+
+    def _run(self) -> dict[str, Any]:
         try:
             with self._profiler() as profiler:
                 state = self._epochs(profiler)
@@ -168,6 +199,7 @@ class Loop:
             order = torch.arange(samples)
         else:
             order = epoch_order(self.train_size, self.config.seed, progress.epoch)[:samples]
+        assert not isinstance(data.micro_batch_size, str), "settled"
         steps = training_steps(
             order, progress.offset, data.batch_size, self.session.rank, self.session.world_size, data.micro_batch_size
         )
@@ -179,9 +211,9 @@ class Loop:
         batches = self.loader.batches((micro.indices for step in ahead for micro in step.micros), self.progress.epoch)
         self.watch.start()
         for step in steps:
-            loss = self.learner.step(
-                self.progress.step + 1, step.size, [(*next(batches), micro.real) for micro in step.micros]
-            )
+            self.session.pulse.step = self.progress.step + 1
+            loss = self.learner.step(self.progress.step + 1, step.size, self._load(step, batches))
+            self.session.pulse.warm = True
             self._account(step, loss)
             if profiler is not None:
                 profiler.step()
@@ -195,6 +227,13 @@ class Loop:
                 self._save()
         self.watch.stop()
         return True
+
+    def _load(self, step: Step, batches: Iterator[Batch]) -> list[MicroBatch]:
+        found = []
+        for micro in step.micros:
+            self.session.pulse("loading a batch")
+            found.append((*next(batches), micro.real))
+        return found
 
     def _epoch_over(self) -> bool:
         samples, _ = epoch_length(self.config, self.train_size)
@@ -283,6 +322,7 @@ class Loop:
 
     def _save(self, best: bool = False) -> None:
         self.watch.stop()
+        self.session.pulse("writing a checkpoint")
         session, progress = self.session, self.progress
         ranks = session.gather({"rng": rng_state(session.device), "losses": self.losses.tolist()})
         if self.writer is not None:
@@ -303,6 +343,7 @@ class Loop:
                 "metrics": progress.metrics,
                 "validation": progress.validation,
                 "world_size": session.world_size,
+                "micro_batch_size": progress.micro_batch_size,
             }
             self.writer.save(
                 state, meta, best, partial(session.run.write, "summary.json", self._summary("running", {}))
