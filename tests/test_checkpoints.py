@@ -544,6 +544,7 @@ def test_an_exploit_of_a_damaged_donor(run: RunDir, longer: RunDir) -> None:
 
 
 @pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.drill
 def test_a_worker_that_is_replaced_finds_damage(lab: Lab) -> None:
     """No command in between: Ray starts the workers again, rank 0 finds the damage, and all ranks go on from one step."""
     settings = ("scaling=cpu", "scaling.num_workers=2", "scaling.resources_per_worker={CPU: 1}", *QUICK[1:],

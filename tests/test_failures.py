@@ -196,7 +196,13 @@ def test_exit_codes_and_tracebacks_of_the_command(lab: Lab) -> None:
     assert json.loads((lab.latest.path / "status.json").read_text())["error"] == "the user's own mistake"
 
 
-@pytest.mark.parametrize("settings", ["scaling=in_process", "search=random search.num_samples=1 search.refit=false"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "scaling=in_process",
+        pytest.param("search=random search.num_samples=1 search.refit=false", marks=pytest.mark.drill),
+    ],
+)
 def test_a_closed_pipe_does_not_stop_training(lab: Lab, settings: str) -> None:
     """`python train.py | head -1`: nobody reads any more, the run goes on to its end."""
     command = f"{sys.executable} {ROOT / 'train.py'} storage.path={lab.folder} {settings} training.epochs=3"

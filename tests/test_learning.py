@@ -17,7 +17,9 @@ def test_in_process(lab: Lab, model: str, epochs: int, accuracy: float) -> None:
 
 
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize(("model", "epochs", "accuracy"), MODELS)
+@pytest.mark.parametrize(
+    ("model", "epochs", "accuracy"), [MODELS[0], *(pytest.param(*each, marks=pytest.mark.drill) for each in MODELS[1:])]
+)
 def test_on_two_workers(lab: Lab, model: str, epochs: int, accuracy: float) -> None:
     run = lab.run("scaling=cpu", f"model={model}", f"training.epochs={epochs}")
     assert summary(run)["test"]["test/accuracy"] >= accuracy

@@ -117,6 +117,7 @@ def test_a_command_on_two_workers(lab: Lab) -> None:
     assert alive == []
 
 
+@pytest.mark.drill
 def test_several_jobs_in_one_process(lab: Lab) -> None:
     """One fails on its workers; the next starts a Ray anew and trains. The first failure is the exit code."""
     broken = "[{_target_: tests.faults.RaiseAt, call: 2, rank: 1}]"

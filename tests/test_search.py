@@ -46,7 +46,17 @@ def events(run: RunDir, kind: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     "search",
-    ["random", "asha", "hyperband", "median_stopping", "pbt", "pb2", "optuna", "hyperopt", "bayesopt", "bohb"],
+    [
+        "random",
+        "asha",
+        "pbt",
+        "optuna",
+        "bohb",
+        *(
+            pytest.param(each, marks=pytest.mark.drill)
+            for each in ("hyperband", "median_stopping", "pb2", "hyperopt", "bayesopt")
+        ),
+    ],
 )
 def test_each_search_with_one_worker(lab: Lab, search: str) -> None:
     if missing := missing_library(search):
@@ -71,7 +81,7 @@ def test_each_search_with_one_worker(lab: Lab, search: str) -> None:
         assert find_checkpoint(trial.checkpoints, "last") is not None
 
 
-@pytest.mark.parametrize("search", ["asha", "optuna"])
+@pytest.mark.parametrize("search", ["asha", pytest.param("optuna", marks=pytest.mark.drill)])
 def test_each_search_with_two_workers(lab: Lab, search: str) -> None:
     run = lab.run(f"search={search}", "search.num_samples=4", "scaling=cpu", *SHORT)
     found = trials(run)
@@ -118,7 +128,7 @@ def test_grid_covers_its_product_once(lab: Lab) -> None:
     assert pairs == [(lr, size) for lr in (0.001, 0.01) for size in (32, 64, 96)]
 
 
-@pytest.mark.parametrize("search", ["random", "optuna"])
+@pytest.mark.parametrize("search", ["random", pytest.param("optuna", marks=pytest.mark.drill)])
 def test_one_seed_samples_the_same(lab: Lab, search: str) -> None:
     """A searcher that learns sees results in the same order only if one trial runs at a time."""
     settings = (f"search={search}", "search.num_samples=4", *SHORT)
@@ -159,7 +169,7 @@ def test_points_are_tried_first(lab: Lab) -> None:
 # --- a trial is an ordinary run --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scaling", ["auto", "cpu"])
+@pytest.mark.parametrize("scaling", ["auto", pytest.param("cpu", marks=pytest.mark.drill)])
 def test_a_trial_is_the_run_of_its_values(lab: Lab, scaling: str) -> None:
     run = lab.run("search=random", "search.num_samples=2", f"scaling={scaling}", "scaling.use_gpu=false", *SHORT)
     trial = RunDir(run.path / "trials" / "00001")
@@ -264,6 +274,7 @@ def test_an_exploit_copies_weights_and_optimizer(lab: Lab, search: str, scaling:
 # --- failures ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.drill
 def test_bad_trials_do_not_hurt_the_others(lab: Lab, capfd: pytest.CaptureFixture[str]) -> None:
     run = lab.run(
         "search=grid", "search/space=none", "search.space.seed=choice(0,1,2,3,4,5,6,7,10)", *SHORT, TEST_RECIPE,
@@ -372,6 +383,7 @@ def test_a_trial_that_can_never_be_placed(lab: Lab, settings: tuple[str, ...], w
     assert list(lab.folder.iterdir()) == []
 
 
+@pytest.mark.drill
 def test_the_limit_of_concurrent_trials(lab: Lab) -> None:
     """Below the two that there is room for; trials last longer than a second process takes to start."""
     slow = "data.transforms.train=[{_target_: tests.faults.Slow, seconds: 0.25}]"

@@ -99,6 +99,7 @@ def test_killed_at_random_moments(lab: Lab, search: tuple[str, ...]) -> None:
 
 
 @pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.drill
 def test_interrupted_and_extended(lab: Lab, capfd: pytest.CaptureFixture[str]) -> None:
     """Ctrl-C: running trials write a checkpoint; 130; no process is left. Then more trials than were asked for first."""
     slow = (
@@ -139,6 +140,7 @@ def test_interrupted_and_extended(lab: Lab, capfd: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.drill
 def test_failed_trials_are_tried_again(lab: Lab) -> None:
     settings = (
         "search=grid", "search/space=none", "search.space.seed=choice(1,2,3,4)", *SHORT,
@@ -154,6 +156,7 @@ def test_failed_trials_are_tried_again(lab: Lab) -> None:
 
 
 @pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.drill
 def test_time_budget(lab: Lab) -> None:
     slow = (
         "allowed_targets=[manta,torch,tests]",

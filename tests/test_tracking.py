@@ -241,6 +241,7 @@ def test_without_trackers_none_is_imported(lab: Lab) -> None:
 # --- the same run, after anything -------------------------------------------------------------------------------------
 
 
+@pytest.mark.drill
 def test_one_run_through_a_killed_worker_and_a_resume(lab: Lab, server: Server) -> None:
     kill = f"[{{_target_: tests.faults.KillAt, call: 13, marker: {lab.folder}/killed}}]"
     arguments = (
@@ -314,6 +315,7 @@ def test_exploits_may_take_steps_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.drill
 def test_a_search_and_its_trials(lab: Lab, server: Server) -> None:
     run = lab.run(
         "search=asha", "search.num_samples=8", "training.epochs=4", *TRIALS, "tracking=[wandb,mlflow]",

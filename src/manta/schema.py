@@ -60,8 +60,8 @@ def missing_keys(cfg: DictConfig) -> list[str]:
 def unknown_keys(cfg: DictConfig, schema: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Keys of typed groups that the schema does not have, with their values: `+key=value` adds them unchecked."""
     hints = typing.get_type_hints(schema)
-    for key in map(str, cfg):
-        node = cfg._get_node(key)
+    for given in cfg:
+        key, node = str(given), cfg._get_node(given)  # a number in {1: 2}
         if key not in hints:
             yield f"{prefix}{key}", node
         elif is_dataclass(hints[key]) and _is_open(node):
@@ -81,8 +81,8 @@ def _owner(schema: type, key: str) -> tuple[type | None, str]:
 
 def _nodes(cfg: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Every dotted key with its node; resolves nothing."""
-    for key in map(str, cfg):
-        node = cfg._get_node(key)
+    for given in cfg:
+        key, node = str(given), cfg._get_node(given)  # a number in {1: 2}
         yield f"{prefix}{key}", node
         if _is_open(node):
             yield from _nodes(typing.cast(DictConfig, node), f"{prefix}{key}.")

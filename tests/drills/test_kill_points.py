@@ -8,12 +8,15 @@ import csv
 import os
 import random
 import signal
+import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
+import psutil
 import pytest
 
 from manta.errors import MantaError
@@ -129,7 +132,7 @@ def test_killed_in_a_search(lab: Lab) -> None:
             process.communicate()
             process = lab.start("resume=latest", start_new_session=True)
         else:
-            while not (pids := _training(lab.latest)):
+            while not (pids := _training(lab.latest, process)):
                 assert process.poll() is None
                 time.sleep(0.01)
             os.kill(pids[0], signal.SIGKILL)
@@ -140,8 +143,16 @@ def test_killed_in_a_search(lab: Lab) -> None:
     assert summary(lab.latest)["best"] == summary(undisturbed)["best"]
 
 
-def _training(run: RunDir) -> list[int]:
-    """The processes of trials that are under way."""
-    found = [RunDir(path.parent).read("status.json") for path in sorted(run.path.glob("trials/*/status.json"))]
-    alive = [each for each in found if each.get("state") == "running" and Path(f"/proc/{each['pid']}").exists()]
-    return [each["pid"] for each in alive]
+def _training(run: RunDir, launch: "subprocess.Popen[str]") -> list[int]:
+    """The processes of trials that are under way; a number in a status.json may be another process's by now."""
+    pids = [
+        RunDir(path.parent).read("status.json").get("pid") for path in sorted(run.path.glob("trials/*/status.json"))
+    ]
+    with suppress(psutil.Error):
+        family = {
+            child.pid
+            for child in psutil.Process(launch.pid).children(recursive=True)
+            if "Trainable" in child.cmdline()[0]
+        }
+        return [pid for pid in pids if pid in family]
+    return []
