@@ -61,6 +61,7 @@ def test_nothing_is_left(lab: Lab, temporary: Path, runs: int, searches: int, ki
     for settings in [("scaling=cpu", *SHORT)] * runs + [SEARCH] * searches:
         done = lab.command(*settings, env=environment)
         assert done.returncode == 0, done.stdout + done.stderr
+    assert list(temporary.rglob("session_*")) == []
     slow = (
         "allowed_targets=[manta,torch,tests]",
         "data.transforms.train=[{_target_: tests.faults.Slow, seconds: 0.05}]",
