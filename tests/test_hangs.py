@@ -2,12 +2,15 @@
 
 import json
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from manta import watchdog
 from manta.errors import FAILED
 from manta.runs import RunDir
 from manta.watchdog import Pulse, Verdict, Watchdog, begin, verdict
@@ -84,10 +87,13 @@ def test_in_native_code(lab: Lab) -> None:
 class Rank:
     """A rank that makes some marks, then waits until the test is over."""
 
-    def __init__(self, run: RunDir, rank: int, world_size: int, marks: int) -> None:
+    def __init__(
+        self, run: RunDir, rank: int, world_size: int, marks: int, timeout_s: float = 0.3, works: bool = False
+    ) -> None:
+        self.works = works
         self.pulse, self.moved, self.told, self.end = Pulse(), threading.Event(), threading.Event(), threading.Event()
         self.verdict: Verdict | None = None
-        self.dog = Watchdog(run, self.pulse, 0.3, rank, world_size, self._stuck)
+        self.dog = Watchdog(run, self.pulse, timeout_s, rank, world_size, self._stuck)
         self.thread = threading.Thread(target=self._train, args=(marks,), name=f"rank {rank}", daemon=True)
         self.thread.start()
         self.moved.wait()
@@ -98,6 +104,8 @@ class Rank:
             for _ in range(marks):
                 self.pulse("in the forward pass or the loss")
             self.moved.set()
+            while self.works:
+                time.sleep(0.01)
             self.end.wait()
 
     def _stuck(self, found: Verdict, _over: Callable[[float], bool]) -> None:
@@ -105,6 +113,7 @@ class Rank:
         self.told.set()
 
     def close(self) -> None:
+        self.works = False
         self.end.set()
         self.thread.join()
 
@@ -167,6 +176,52 @@ def test_who_is_asked_to_wait_is_not_stuck(tmp_path: Path) -> None:
         assert one.verdict is not None
         assert one.verdict.ranks == [1]
         assert zero.verdict is None
+
+
+def test_who_waits_is_not_to_blame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between ranks that have come as far, it is the one that is not inside torch's own waiting (here, of threading)."""
+    monkeypatch.setattr(watchdog, "_WAITING", ("threading.py",))
+    with ExitStack() as stack:
+        found = [Rank(RunDir(tmp_path), rank, 3, 5, works=rank == 1) for rank in range(3)]
+        for each in found:
+            stack.callback(each.close)
+        for each in found:
+            assert each.told.wait(60)
+            assert each.verdict is not None
+            assert each.verdict.ranks == [1]
+            assert "The other 2 waited for it." in each.verdict.message
+
+
+def test_who_was_stopped_is_not_stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lid was closed, or Ctrl-Z: the clock went on, nobody was idle."""
+    clock, looks = time.monotonic, 0
+    ahead = 0.0
+
+    def monotonic() -> float:
+        nonlocal looks
+        looks += 1
+        return clock() + ahead
+
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=monotonic))
+    rank = Rank(RunDir(tmp_path), 0, 1, 5, timeout_s=6)
+    try:
+        for _ in range(2):
+            before = looks
+            wait_until(lambda before=before: looks > before + 1)  # type: ignore[misc]
+            ahead += 3600
+        before = looks
+        wait_until(lambda: looks > before + 1)
+        assert 0 < rank.dog.idle_s < 6
+        assert rank.verdict is None
+    finally:
+        rank.close()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.01)
 
 
 def test_who_is_slow_is_not_stuck(tmp_path: Path) -> None:
