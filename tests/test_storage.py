@@ -90,8 +90,13 @@ def test_a_folder_that_the_nodes_do_not_share(lonely: tuple[Head, Path]) -> None
     assert f"storage.path={runs} is not shared" in done.stderr
     found = re.search(r"not seen on (\S+)( at [\d.]+)?\. It must", done.stderr)
     assert found is not None and found[1] == socket.gethostname(), done.stderr
-    assert "s3://" in done.stderr and "Traceback" not in done.stderr
+    assert done.stderr.rstrip().endswith("storage.path=/shared/outputs") and "Traceback" not in done.stderr
     assert os.listdir(runs) == []
+    command = [sys.executable, str(ROOT / "train.py"), *arguments, "storage.path=s3://bucket/runs", "plan=true"]
+    bucket = subprocess.run(command, env=head.environment, cwd=runs, capture_output=True, text=True, check=False)
+    assert bucket.returncode == 2, bucket.stdout + bucket.stderr
+    assert "storage.path=s3://bucket/runs: the cluster has 2 nodes" in bucket.stderr
+    assert bucket.stderr.rstrip().endswith("Use a folder that all nodes share: storage.path=/shared/outputs")
 
 
 @pytest.mark.ray

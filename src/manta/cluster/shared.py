@@ -52,8 +52,8 @@ def check_shared(folder: Path, needs: Needs) -> None:
         shown = ", ".join(" at ".join(name) for name in names)
         raise MantaError(
             f"storage.path={folder} is not shared by the nodes of the cluster: what {socket.gethostname()} writes there is "
-            f"not seen on {shown}. It must be a folder that every node sees under this name (NFS, Lustre, ...), or "
-            "a bucket: storage.path=/shared/outputs or storage.path=s3://bucket/folder"
+            f"not seen on {shown}. It must be a folder that every node sees under this name (NFS, Lustre, ...): "
+            "storage.path=/shared/outputs"
         )
 
 
