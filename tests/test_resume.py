@@ -1,18 +1,21 @@
 """Invariant 2: a run killed at any moment and resumed ends bit for bit like one that was never interrupted."""
 
 import json
+import os
 import re
 import shutil
 import signal
+import socket
 from pathlib import Path
 
 import pytest
 import torch
 
 from manta.errors import MantaError
-from manta.runs import RunDir, is_locked
+from manta.launch import launch
+from manta.runs import RunDir, is_locked, launcher, launching
 from manta.training.checkpoint import find_checkpoint, load_checkpoint
-from tests.conftest import Lab, history, summary
+from tests.conftest import Lab, compose_run, history, summary, wait_for
 
 # 29 steps an epoch, the last one uneven; everything that has a state is on. Killed in the second epoch after step 37.
 SETTINGS = (
@@ -231,3 +234,31 @@ def test_without_any_checkpoint(lab: Lab) -> None:
     with pytest.raises(MantaError, match="are gone"):
         lab.launch("resume=latest", "training.epochs=3")
     assert history(run) == before
+
+
+def test_two_launches_of_one_run(lab: Lab) -> None:
+    """The second is refused before it has written anything, also while the first has not begun to train."""
+    run = lab.run("scaling=in_process", "training.limit_train_batches=2", "training.epochs=1", "training.test=false")
+    more = (f"storage.path={lab.folder}", f"resume={run}", "training.epochs=2")
+    config, previous, space = compose_run(*more)
+    before = {path: path.read_bytes() for path in run.path.iterdir() if path.is_file() and path != run.launch_file}
+    assert launcher(run) is None
+    with launching(run):
+        assert launcher(run) == {"pid": os.getpid(), "host": socket.gethostname()}
+        says = rf"{run} is running right now \(pid {os.getpid()} on "
+        with pytest.raises(MantaError, match=says):
+            launch(config, [*more], previous, space)
+        with pytest.raises(MantaError, match=says):
+            compose_run(*more)
+        assert {path: path.read_bytes() for path in before} == before
+    slow = "data.transforms.train=[{_target_: tests.faults.Slow, seconds: 0.1}]"
+    first = lab.start(more[1], "training.epochs=500", slow, "allowed_targets=[manta,torch,tests]")
+    wait_for(lambda: launcher(run) is not None and run.read("status.json")["attempts"] == 2, first)
+    second = lab.command(*more[1:])
+    assert second.returncode == 2, second.stdout
+    assert f"is running right now (pid {first.pid} on " in second.stderr
+    first.send_signal(signal.SIGINT)
+    output, _ = first.communicate(timeout=60)
+    assert first.returncode == 130, output
+    assert run.read("status.json")["attempts"] == 2
+    assert launcher(run) is None

@@ -494,6 +494,14 @@ def test_rerun_refuses_what_no_run_can_have(storage: Path, capsys: pytest.Captur
         assert good in runs_py(capsys, storage, "rerun", "latest", "--print", good)
 
 
+def test_rerun_knows_when_it_does_not_know(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a run was started with was lost, and it was resumed since."""
+    run = make(storage, "2026-01-01/10-00-01")
+    (run / "overrides.txt").write_text("resume=latest training.epochs=5\n")
+    found = runs_py(capsys, storage, "rerun", "10-00-01", "--print", code=2)
+    assert "begins with a resume: it is not known what it was started with" in found
+
+
 def test_rerun_prints_the_command(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make(storage, "2026-01-01/10-00-00", "model=cnn", "training.epochs=2")
     with open(run / "overrides.txt", "a") as file:

@@ -218,7 +218,8 @@ def _refuse_if_gone(run: RunDir, damaged: dict[str, str]) -> None:
     step = run.read("summary.json").get("step")
     if not left and not step:
         return
-    again = f"to begin again with step 0, rename {run}/checkpoints and {run}/summary.json, then resume."
+    there = " and ".join(str(path) for path in (run.checkpoints, run.path / "summary.json") if path.exists())
+    again = f"to begin again with step 0, rename {there}, then resume."
     if damaged or left:
         listed = "; ".join(f"{name}: {why}" for name, why in sorted(damaged.items())) or f"there is {', '.join(left)}"
         raise MantaError(f"No checkpoint of {run} is whole ({listed}). Put a whole one back, or {again}")

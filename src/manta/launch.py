@@ -242,7 +242,7 @@ class Launch:
             view.say(table("Plan", rows))
             return Outcome(FINISHED, None)
         run = self.previous or runs.create(self.config)
-        with self._followed(run) as url:
+        with runs.launching(run), self._followed(run) as url:
             rows = [*rows, ("results", f"{run}, and in {url}" if url else str(run))]
             return self._attempt(run, rows, execute, result, progress)
 

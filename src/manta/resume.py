@@ -186,15 +186,12 @@ def _wait_for_survivors(run: RunDir, wait_s: float = 60.0) -> None:
     Raises:
         MantaError: the run is being trained.
     """
-    status, deadline = run.read("status.json"), time.monotonic() + wait_s
-    said = False
-    while is_locked(run):
-        alive = status.get("host") == socket.gethostname() and Path(f"/proc/{status.get('pid')}").exists()
+    deadline, said = time.monotonic() + wait_s, False
+    while (process := runs.launcher(run)) is not None or is_locked(run):
+        process = process or run.read("status.json")
+        alive = process.get("host") == socket.gethostname() and Path(f"/proc/{process.get('pid')}").exists()
         if alive or time.monotonic() > deadline:
-            raise MantaError(
-                f"resume: {run} is running right now (pid {status.get('pid')} on {status.get('host')}). "
-                "Wait for it, or stop it with Ctrl-C first."
-            )
+            raise runs.is_running(run, process)
         if not said:
             print(f"Waiting for the last processes of {run} to end ...", flush=True)
             said = True

@@ -103,6 +103,10 @@ class RunDir:
         """Locked by rank 0 while it trains: a run has one writer."""
         return self.path / ".lock"
 
+    @property
+    def launch_file(self) -> Path:
+        return self.path / ".launch.lock"
+
     def read(self, name: str) -> dict[str, Any]:
         """A JSON file of the run; {} if it is not there.
 
@@ -412,7 +416,8 @@ class MetricsFile:
         self._file = open(path, "ab")
         if self._file.tell() < keep_bytes:
             raise MantaError(
-                f"{path} is shorter than the checkpoint says it was ({keep_bytes} bytes): it was changed by hand."
+                f"{path} has {self._file.tell()} bytes, and {keep_bytes} of them belong to the checkpoint: one of the two was "
+                "changed by hand, or comes from elsewhere. Put back the one that belongs to the other, or start a new run."
             )
         self._file.truncate(keep_bytes)
         self._file.seek(keep_bytes)
@@ -452,10 +457,54 @@ def writing(run: RunDir, wait_s: float = 30.0) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def launching(run: RunDir) -> Iterator[None]:
+    """Hold a run from before a launch writes anything of it: the lock of its rank 0 comes only with training.
+
+    Raises:
+        MantaError: another launch has it, or it cannot be written.
+    """
+    try:
+        file = open(run.launch_file, "a+")
+    except OSError as error:
+        raise MantaError(f"{run} cannot be written: {error.strerror} ({error.filename}).") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise is_running(run, launcher(run) or {}) from None
+        file.truncate(0)
+        file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
+        file.flush()
+        yield
+
+
+def launcher(run: RunDir) -> dict[str, Any] | None:
+    """The process that has launched this run, `pid` and `host`; None: no process has it right now."""
+    if not _is_held(run.launch_file):
+        return None
+    try:
+        return run.read(run.launch_file.name)
+    except MantaError:  # it is just writing its name
+        return {}
+
+
+def is_running(run: RunDir, process: dict[str, Any]) -> MantaError:
+    """What a second launch of a run is told."""
+    return MantaError(
+        f"resume: {run} is running right now (pid {process.get('pid')} on {process.get('host')}). "
+        "Wait for it, or stop it with Ctrl-C first."
+    )
+
+
 def is_locked(run: RunDir) -> bool:
     """Whether a process is training this run right now. Writes nothing, and several may ask at once."""
+    return _is_held(run.lock_file)
+
+
+def _is_held(path: Path) -> bool:
     try:
-        file = open(run.lock_file, "rb")
+        file = open(path, "rb")
     except FileNotFoundError:
         return False
     with file:

@@ -216,9 +216,9 @@ class Entry:
 
 
 def is_locked(run: RunDir) -> bool:
-    """As `runs.is_locked`; False where the lock cannot be looked at."""
+    """Whether a process trains or launches this run; False where the locks cannot be looked at."""
     try:
-        return runs.is_locked(run)
+        return runs.is_locked(run) or runs.launcher(run) is not None
     except OSError:
         return False
 

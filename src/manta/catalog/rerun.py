@@ -24,6 +24,12 @@ def overrides_of(entry: Entry, more: list[str]) -> list[str]:
         _check_name(text, entry)
     if not (entry.path / "overrides.txt").is_file():
         raise MantaError(f"{entry} has no overrides.txt: it is not known what it was started with.")
+    first = (entry.path / "overrides.txt").read_text().partition("\n")[0]
+    if re.search(r"(^|\s)'?resume=", first):
+        raise MantaError(
+            f"overrides.txt of {entry} begins with a resume: it is not known what it was started with. Its config.yaml has "
+            f"every setting: python scripts/runs.py show {entry}"
+        )
     return read_overrides(shlex.join(entry.overrides) + "\n" + shlex.join(more))
 
 
