@@ -113,6 +113,7 @@ def join(address: str, env: dict[str, str]) -> "subprocess.CompletedProcess[str]
     )
 
 
+@pytest.mark.drill
 def test_a_run_on_two_workers(lab: Lab, head: Head) -> None:
     """Started elsewhere, Ray still works where the user stands, and goes on afterwards."""
     done = lab.command(
@@ -140,6 +141,7 @@ input()
 """
 
 
+@pytest.mark.drill
 def test_a_busy_cluster_is_waited_for(lab: Lab, head: Head) -> None:
     """Address auto: the Ray that was started by hand. It says what it waits for, and trains when that is free."""
     holder = head.does(HOLD)

@@ -63,7 +63,8 @@ def test_in_process(lab: Lab, number: signal.Signals) -> None:
     assert [line["step"] for line in history(lab.latest) if "train/loss" in line] == list(range(1, steps + 4))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.drill)])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.drill
 def test_workers(lab: Lab, number: signal.Signals) -> None:
     process, output, family = interrupt(lab, number, "scaling=cpu")
     assert_interrupted(lab, process, output)

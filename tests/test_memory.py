@@ -32,7 +32,7 @@ def assert_same(one: RunDir, other: RunDir) -> None:
         assert torch.equal(tensor, weights(other)[name]), name
 
 
-@pytest.mark.parametrize("workers", [0, 2], ids=["in process", "two workers"])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.drill)], ids=["in process", "two workers"])
 @pytest.mark.usefixtures("ray_cluster")
 def test_auto_is_what_fits(lab: Lab, capfd: pytest.CaptureFixture[str], workers: int) -> None:
     """Bit for bit the run with that number given, batch statistics and dropout included; on two workers, rank 1 decides."""

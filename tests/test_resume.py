@@ -137,7 +137,8 @@ def test_killed_worker_is_replaced(lab: Lab, undisturbed_on_two: RunDir, capfd: 
     assert capfd.readouterr().out.count(said) == run.log.read_text().count(said) == 1
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.drill)])
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.drill
 def test_killed_driver(lab: Lab, request: pytest.FixtureRequest, workers: int) -> None:
     """The driver dies, its Ray with it; nobody writes on, and a resume continues."""
     pid_file = lab.folder / "pid"

@@ -41,7 +41,7 @@ def test_layout(lab: Lab) -> None:
     assert run.parent.parent == lab.folder
     assert os.readlink(lab.folder / "latest") == str(run.relative_to(lab.folder))
     expected = {"config.yaml", "overrides.txt", "provenance.json", "status.json", "metrics.jsonl", "summary.json",
-                "checkpoints", "train.log", "workers.json", ".lock"}  # fmt: skip
+                "checkpoints", "train.log", "workers.json", ".launch.lock", ".lock"}  # fmt: skip
     assert {path.name for path in run.iterdir()} - {"uncommitted.diff"} == expected
 
 

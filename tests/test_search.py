@@ -91,6 +91,7 @@ def test_each_search_with_two_workers(lab: Lab, search: str) -> None:
     assert worlds == [2, 2, 2, 2]
 
 
+@pytest.mark.drill
 def test_two_workers_are_started_once(lab: Lab) -> None:
     """Trials after the first train on the same processes: that is why they are cheap."""
     run = lab.run("search=random", "search.num_samples=4", "scaling=cpu", *SHORT)
@@ -102,6 +103,7 @@ def test_two_workers_are_started_once(lab: Lab) -> None:
     assert len(set(groups)) == 1
 
 
+@pytest.mark.drill
 def test_stopped_trials_save_epochs(lab: Lab) -> None:
     run = lab.run(
         "search=asha",
@@ -128,7 +130,8 @@ def test_grid_covers_its_product_once(lab: Lab) -> None:
     assert pairs == [(lr, size) for lr in (0.001, 0.01) for size in (32, 64, 96)]
 
 
-@pytest.mark.parametrize("search", ["random", pytest.param("optuna", marks=pytest.mark.drill)])
+@pytest.mark.parametrize("search", ["random", "optuna"])
+@pytest.mark.drill
 def test_one_seed_samples_the_same(lab: Lab, search: str) -> None:
     """A searcher that learns sees results in the same order only if one trial runs at a time."""
     settings = (f"search={search}", "search.num_samples=4", *SHORT)
@@ -235,7 +238,7 @@ def test_without_a_refit_the_best_checkpoint_is_tested_once(lab: Lab) -> None:
 @pytest.mark.parametrize(
     ("search", "scaling"),
     [
-        ("pbt", "auto"),
+        pytest.param("pbt", "auto", marks=pytest.mark.drill),
         pytest.param("pbt", "cpu", marks=pytest.mark.drill),
         pytest.param("pb2", "auto", marks=pytest.mark.drill),
     ],

@@ -558,6 +558,7 @@ def test_the_bucket_can_be_resumed_from_at_any_moment(tmp_path: Path, meanwhile:
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.drill
 def test_a_search(cloud: Cloud) -> None:
     """With its trials and its best; where nothing of it is here it goes on from the bucket, and trains only what is new."""
     assert cloud.launch(*SEARCH, "training.epochs=2") == 0

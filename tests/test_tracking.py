@@ -155,7 +155,9 @@ def test_a_run_in_every_tracker(lab: Lab, server: Server) -> None:
 
     assert only_once(server.points(run), run)
     epochs = [(step, value) for key, step, value in server.points(run) if key == "epoch"]
-    assert Counter(epochs) == Counter((line["step"], line["epoch"]) for line in read_lines(run.metrics))
+    lines = Counter((line["step"], line["epoch"]) for line in read_lines(run.metrics))
+    assert epochs and set(epochs) == set(lines)
+    assert Counter(epochs) <= lines  # two lines of one step and one millisecond are one point to MLflow
     there = server.run(run)
     assert there.info.status == "FINISHED"
     assert there.info.run_name == "here"
