@@ -48,7 +48,9 @@ def test_accumulation(lab: Lab, reference, micro: int) -> None:
     assert_same(lab.run("scaling=in_process", f"data.micro_batch_size={micro}", *SETTINGS), reference)
 
 
-@pytest.mark.parametrize(("workers", "micro"), [(1, "null"), (2, "null"), (2, 7), pytest.param(3, 1, marks=pytest.mark.drill)])
+@pytest.mark.parametrize(
+    ("workers", "micro"), [(1, "null"), (2, "null"), (2, 7), pytest.param(3, 1, marks=pytest.mark.drill)]
+)
 @pytest.mark.usefixtures("ray_cluster")
 def test_workers(lab: Lab, reference, workers: int, micro: object) -> None:
     scaling = ("scaling=cpu", f"scaling.num_workers={workers}", "scaling.resources_per_worker={CPU: 1}")
