@@ -12,7 +12,6 @@ import fcntl
 import json
 import os
 import shutil
-import signal
 import sys
 import threading
 import time
@@ -23,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from manta.beside import stand_back
 from manta.config import Storage
 from manta.runs import META, link_or_copy, write_json
 from manta.storage.bucket import Away, Bucket
@@ -294,13 +294,7 @@ def follow(mirror: Mirror, end: threading.Event, finish_s: float, say: Callable[
 
 
 def main() -> None:
-    os.nice(5)  # whoever trains goes first
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-        signal.SIGUSR1,
-    ):  # the one that trains hears them, and says how it ended
-        signal.signal(number, signal.SIG_IGN)
+    stand_back()
     arguments = json.loads(sys.argv[1])
     storage, end = Storage(**arguments["storage"]), threading.Event()
 

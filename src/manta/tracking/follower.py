@@ -8,7 +8,6 @@ that trains is gone: what is on disk is told to the end, then it ends too.
 
 import json
 import os
-import signal
 import sys
 import threading
 import traceback
@@ -20,6 +19,7 @@ from typing import IO, Any
 
 from omegaconf import OmegaConf
 
+from manta.beside import stand_back
 from manta.config import Config
 from manta.resume import load
 from manta.runs import RunDir
@@ -124,13 +124,7 @@ class Feed(threading.Thread):
 
 
 def main() -> None:
-    os.nice(5)  # its libraries take seconds of a core to load: whoever trains goes first
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-        signal.SIGUSR1,
-    ):  # the one that trains hears them, and says how it ended
-        signal.signal(number, signal.SIG_IGN)
+    stand_back()  # its libraries take seconds of a core to load
     out = os.fdopen(os.dup(1), "w")
     log = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)  # what libraries print
