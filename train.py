@@ -26,9 +26,19 @@ TRACEBACKS = False  # HYDRA_FULL_ERROR=1 or traceback=true
 def run(cfg: DictConfig, overrides: list[str]) -> "Outcome":
     """From a composed configuration to an outcome."""
     from manta.checks import check
+    from manta.cluster import elsewhere
     from manta.config import from_hydra
     from manta.search.prepare import space_of
 
+    elsewhere.check_overrides(cfg.cluster.kind, overrides)
+    if cfg.cluster.kind in elsewhere.KINDS:
+        config = from_hydra(cfg)
+        if not cfg.resume:  # then what was saved counts, and it is there
+            check(config)
+            space_of(config, cfg, overrides, None)
+        from manta.launch import Outcome
+
+        return Outcome(elsewhere.submit(elsewhere.Request(config, overrides)), None)
     previous = None
     if cfg.resume:
         from manta.resume import restore

@@ -304,18 +304,21 @@ def cluster(config: Config) -> Iterator[str]:
     kind, address = config.cluster.kind, config.cluster.address
     if address is not None and address.startswith("ray://"):
         yield (
-            f"cluster.address={address} is Ray Client, which Ray Train does not support. Run on the cluster with the "
-            "Jobs API: ray job submit -- python train.py cluster=existing"
+            f"cluster.address={address} is Ray Client, which Ray Train does not support. Hand the command to the cluster's "
+            "Jobs API: cluster=job cluster.address=http://head:8265"
         )
-    elif address is not None and kind == "local":
-        yield f"cluster.address={address} is not used by cluster.kind=local. Add cluster=existing, or drop the address."
+    elif address is not None and kind not in ("existing", "job"):
+        yield f"cluster.address={address} is not used by cluster.kind={kind}. Add cluster=existing, or drop the address."
+    elif kind == "job":
+        if not re.fullmatch(r"https?://[^\s/@]+/?", address or ""):
+            yield f"cluster.address={address} must be that of the cluster's dashboard, e.g. http://head:8265."
     elif kind == "existing" and address is None:
         yield "cluster.address=null: cluster.kind=existing needs auto (this host's Ray) or host:port."
     elif address not in (None, "auto") and not re.fullmatch(r"[\w.-]+:\d{1,5}|\[[\da-fA-F:]+\]:\d{1,5}", str(address)):
         yield f"cluster.address={address} must be auto (this host's Ray) or host:port, e.g. 10.0.0.1:6379."
     for key in ("num_cpus", "num_gpus"):
         value = getattr(config.cluster, key)
-        if kind == "existing" and value is not None:
+        if kind not in ("local", "slurm") and value is not None:
             yield f"cluster.{key}={value} is only for cluster.kind=local: leave it null, the cluster has what it has."
 
 
@@ -327,6 +330,8 @@ def folders(config: Config) -> Iterator[str]:
     storage = config.storage
     if storage.is_remote:
         yield from _bucket(storage)
+    if config.cluster.kind in ("job", "kuberay", "cloud"):  # they are another machine's
+        return
     key, path = ("storage.cache", Path(storage.cache)) if storage.is_remote else ("storage.path", Path(storage.path))
     there = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
     if not there.is_dir():

@@ -22,7 +22,7 @@ from manta.schema import expected, missing_keys, paths_of, unknown_keys
 SCHEMA_VERSION = 1
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
 STRATEGIES = ("ddp", "fsdp2")
-CLUSTER_KINDS = ("local", "existing")
+CLUSTER_KINDS = ("local", "existing", "job", "slurm", "kuberay", "cloud")
 
 
 @dataclass
@@ -204,13 +204,38 @@ class Scaling:
 
 
 @dataclass
+class Slurm:
+    """A job of SLURM. The names are sbatch's."""
+
+    partition: str | None = None
+    """Null = the site's default."""
+
+
+@dataclass
+class Kuberay:
+    """A RayJob of KubeRay, on Kubernetes."""
+
+    namespace: str | None = None
+    """Null = the one that kubectl is set to."""
+
+
+@dataclass
+class Cloud:
+    """Machines that Ray's cluster launcher (`ray up`) rents."""
+
+    provider: str = "aws"
+    """aws or gcp."""
+
+
+@dataclass
 class Cluster:
     """Where Ray comes from."""
 
     kind: str = "local"
-    """local = our own Ray on this machine; existing = join the one at `address`."""
+    """local = our own Ray on this machine; existing = join the one at `address`; job, slurm, kuberay and cloud = the command
+    goes there, and runs there."""
     address: str | None = None
-    """For existing: `auto` or host:port."""
+    """For existing: `auto` or host:port. For job: http://host:8265, the cluster's dashboard."""
     num_cpus: int | None = None
     """For local: CPUs Ray may hand out; null = the machine's."""
     num_gpus: int | None = None
@@ -219,6 +244,14 @@ class Cluster:
     """For local: bytes of shared memory for Ray's object store; null = Ray's default (30 % of memory)."""
     wait_s: float = 600.0
     """How long a launch waits for busy resources before it gives up."""
+    stop_on_interrupt: bool = False
+    """For what runs elsewhere: Ctrl-C stops it there; false = the command here ends, and says how to follow and stop it."""
+    slurm: Slurm = field(default_factory=Slurm)
+    """For cluster=slurm."""
+    kuberay: Kuberay = field(default_factory=Kuberay)
+    """For cluster=kuberay."""
+    cloud: Cloud = field(default_factory=Cloud)
+    """For cluster=cloud."""
 
 
 @dataclass
