@@ -43,7 +43,7 @@ def _ip(*arguments: str) -> None:
 
 
 class Nodes:
-    """Node 1 is the head, without CPUs; the others have one each."""
+    """Node 1 is the head, without CPUs; the others have one each, unless told otherwise."""
 
     def __init__(self, folder: Path, tag: str) -> None:
         self.folder, self.tag = folder, tag
@@ -64,8 +64,13 @@ class Nodes:
     def host(self, node: int) -> str:
         return f"{self.tag}{node}"
 
-    def start(self, node: int) -> None:
-        """Without waiting."""
+    def start(self, node: int, *more: str, before: str = "true") -> None:
+        """Without waiting.
+
+        Args:
+            more: arguments of `ray start`.
+            before: a shell command of the node, in its own file systems.
+        """
         self._connect(node)
         place = self.folder / f"n{node}"
         shutil.rmtree(place, ignore_errors=True)
@@ -74,11 +79,12 @@ class Nodes:
         hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{NET}.{k} {self.host(k)}\n" for k in range(1, 10)))
         head = ["--head", "--port=6379", "--num-cpus=0", "--include-dashboard=false"]
         role = head if node == 1 else [f"--address={self.address}", "--num-cpus=1"]
+        role += more  # the last of two counts
         ray = [
             str(Path(sys.executable).parent / "ray"), "start", *role, f"--node-ip-address={NET}.{node}", f"--temp-dir={place}",
             "--object-store-memory=100000000", "--disable-usage-stats", "--block",
         ]  # fmt: skip
-        script = f"hostname {self.host(node)}; mount --bind {hosts} /etc/hosts; exec " + " ".join(ray)
+        script = f"hostname {self.host(node)}; mount --bind {hosts} /etc/hosts; {before} || exit; exec " + " ".join(ray)
         with open(self.folder / f"n{node}.log", "ab") as log:
             self.processes[node] = subprocess.Popen(
                 ["setpriv", "--pdeathsig", "KILL", "ip", "netns", "exec", self.host(node), "unshare", "--mount", "--uts",
@@ -121,12 +127,11 @@ class Nodes:
 
     def run(self, *arguments: str, **options: Any) -> "subprocess.CompletedProcess[str]":
         """To its end, on the head."""
+        options = {"env": self.env, "timeout": 120, **options}
         return subprocess.run(
             self.command(1, *arguments),
-            env=self.env,
             capture_output=True,
             text=True,
-            timeout=120,
             check=False,
             **options,
         )

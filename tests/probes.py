@@ -62,6 +62,15 @@ def _foreign(value: Any) -> set[str]:
     return (set() if plain else {type(value).__name__}).union(*map(_foreign, inner))
 
 
+class Surroundings(PyTorchRecipe):
+    """The default recipe; every rank writes down environment variables with WORLD or NCCL in their names."""
+
+    def train(self, session: Session, config: Config) -> dict[str, Any]:
+        found = {name: value for name, value in os.environ.items() if "WORLD" in name or name.startswith("NCCL")}
+        (session.run.path / f"environment-{session.rank}.json").write_text(json.dumps(found))
+        return super().train(session, config)
+
+
 class Troubled(PyTorchRecipe):
     """A trial's seed says what becomes of it: 2 raises, 4 is killed, 6 meets a NaN, 8 loses the process that drives its
     workers, 10 hangs; the others are well."""

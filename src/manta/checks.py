@@ -106,6 +106,7 @@ CHOICES = {
     "tracking.wandb.mode": ("online", "offline", "disabled"),
 }
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,79}")
+LABEL = re.compile(r"!?[A-Za-z0-9]([\w.-]{0,61}[A-Za-z0-9])?|!?in\([\w.-]+(, ?[\w.-]+)*\)")  # Ray's
 LONGEST_EXPERIMENT, LONGEST_WANDB_NAME, SHORTEST_WANDB_KEY = 500, 128, 40  # characters, of MLflow and W&B
 LOWER_IS_BETTER = ("loss", "error", "perplexity", "mae", "mse", "rmse")
 HIGHER_IS_BETTER = ("accuracy", "acc", "f1", "auc", "auroc", "precision", "recall")
@@ -287,6 +288,18 @@ def resources(config: Config) -> Iterator[str]:
             f"scaling.accelerator_type={config.scaling.accelerator_type} is a type of GPU, and scaling.use_gpu=false "
             "asks for none. Leave one of them null."
         )
+    selector = config.scaling.label_selector
+    for name, value in selector.items():
+        if not LABEL.fullmatch(value):
+            yield (
+                f"scaling.label_selector.{name}={value} must be a label's value, or !value, in(a, b) or !in(a, b), each of "
+                "letters, digits, '-', '_' and '.'."
+            )
+    if selector and (config.cluster.kind == "local" or config.scaling.num_workers == 0):
+        yield (
+            f"scaling.label_selector={selector} chooses among the nodes of a cluster, and this is one machine. Add "
+            "cluster=existing (and workers: scaling=multi_node), or leave it out."
+        )
     if use_gpu is not None and "GPU" in given and use_gpu != (given["GPU"] > 0):
         yield f"scaling.use_gpu={_typed(use_gpu)} contradicts {key}.GPU={given['GPU']:g}. Leave one of them null."
 
@@ -320,6 +333,10 @@ def cluster(config: Config) -> Iterator[str]:
         value = getattr(config.cluster, key)
         if kind not in ("local", "slurm") and value is not None:
             yield f"cluster.{key}={value} is only for cluster.kind=local: leave it null, the cluster has what it has."
+
+    for name in config.cluster.env_vars:
+        if kind == "existing" and name not in os.environ:
+            yield f"cluster.env_vars: {name} is not set here. Set it (export {name}=...; .env counts too), or leave it out."
 
 
 def folders(config: Config) -> Iterator[str]:

@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, get_args, get_origin
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -15,7 +16,7 @@ from yaml import MarkedYAMLError
 
 from manta.config import Config
 from manta.errors import MantaError, nearest, suggest
-from manta.schema import expected, paths_of
+from manta.schema import expected, hint_of, paths_of
 from manta.search import domains
 
 LIST_SETTINGS = "`python train.py --cfg job` lists all settings, `--help` the groups."
@@ -61,10 +62,10 @@ def quoted(text: str) -> str:
 
 
 def with_domains(arguments: Sequence[str]) -> list[str]:
-    """Arguments with the domains of a search as Hydra can take them.
+    """Arguments with the domains of a search, and dictionaries that take any key, as Hydra can take them.
 
     `search.space.optimizer.lr=loguniform(1e-4, 1e-1)`: to Hydra choice(...) is a sweep, other calls are unknown, and so
-    is a new key. The call becomes quoted text and the key is added by force.
+    is a new key. The call becomes quoted text and the key is added by force; so is `scaling.label_selector={zone: a}`.
     """
     return [_with_domain(argument, arguments) for argument in arguments]
 
@@ -73,7 +74,7 @@ def _with_domain(argument: str, others: Sequence[str]) -> str:
     key, equals, value = argument.partition("=")
     name, value = key.lstrip("+"), value.strip()
     if not equals or not (name == "search.space" or name.startswith("search.space.")):
-        return argument
+        return f"++{name}={value}" if equals and _takes_any_key(name) else argument
     if re.match(r"\w+\s*\(", value):
         whole = name.count(".") == 2  # a group: what a space file searches in it stays
         more = any(other.lstrip("+").startswith(f"{name}.") for other in others)
@@ -83,6 +84,14 @@ def _with_domain(argument: str, others: Sequence[str]) -> str:
     elif not set("'\"") & set(value):
         value = re.sub(r"\w+\([^()]*\)", lambda call: quoted(call[0]), value)
     return f"++{name}={value}"
+
+
+def _takes_any_key(name: str) -> bool:
+    """Whether a setting is a dictionary of the schema, or in one."""
+    return any(
+        get_origin(hint_of(Config, key)) is dict and get_args(hint_of(Config, key))[1] is not Any
+        for key in (name, name.rpartition(".")[0])
+    )
 
 
 def _options(value: str) -> list[str]:

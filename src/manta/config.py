@@ -187,6 +187,9 @@ class Scaling:
     """Ray's: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD."""
     accelerator_type: str | None = None
     """E.g. H100; see ray.util.accelerators."""
+    label_selector: dict[str, str] = field(default_factory=dict)
+    """Ray's: labels of nodes that may get a worker, e.g. {region: us-west, "ray.io/market-type": "!spot"}; also in(a, b) and
+    !in(a, b). Labels are given to `ray start --labels`."""
     strategy: str = "ddp"
     """ddp, or fsdp2 for models that do not fit on one device."""
     max_failures: int = 0
@@ -244,6 +247,9 @@ class Cluster:
     """For local: bytes of shared memory for Ray's object store; null = Ray's default (30 % of memory)."""
     wait_s: float = 600.0
     """How long a launch waits for busy resources before it gives up."""
+    env_vars: list[str] = field(default_factory=list)
+    """For existing: names of environment variables of this command that every worker gets, whatever its node has. Those of
+    NCCL, Gloo, torch, W&B, MLflow, Hugging Face and AWS reach workers anyway where the node has none."""
     stop_on_interrupt: bool = False
     """For what runs elsewhere: Ctrl-C stops it there; false = the command here ends, and says how to follow and stop it."""
     slurm: Slurm = field(default_factory=Slurm)
@@ -475,7 +481,7 @@ def from_hydra(cfg: DictConfig) -> Config:
 
 
 def _mistyped(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Groups of settings that are something else, and lists with a dictionary in them: OmegaConf lets both through."""
+    """Groups of settings that are something else, and lists and dictionaries with others in them: OmegaConf lets them through."""
     for name, hint in get_type_hints(type(config)).items():
         value = getattr(config, name)
         if is_dataclass(hint) and not isinstance(value, cast(type, hint)):
@@ -484,6 +490,8 @@ def _mistyped(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from _mistyped(value, f"{prefix}{name}.")
         elif get_origin(hint) is list and any(type(item) is dict for item in value) and get_args(hint)[0] in (str, int):
             yield f"{prefix}{name}", value
+        elif get_origin(hint) is dict and get_args(hint)[1] is not Any:
+            yield from ((f"{prefix}{name}", value) for item in value.values() if isinstance(item, list | dict))
 
 
 def absolute(path: str) -> str:

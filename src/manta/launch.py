@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from manta import plan, runs, tracking
 from manta.cluster import connect, has_cuda, is_running, worker_lines
-from manta.cluster.shared import check_shared, other_nodes
+from manta.cluster.shared import check_nodes, other_nodes
 from manta.config import Config
 from manta.errors import FAILED, FINISHED, INTERRUPTED, INVALID, MantaError
 from manta.plan import REHEARSAL, Needs
@@ -180,7 +180,7 @@ class Launch:
         if needs is not None and (needs.num_workers == 0 or config.plan):
             rows = [*outline.rows, *_scaling_rows(config, needs)]
             return self.run(rows, partial(self._in_process, needs), _result, progress)
-        with view.capture_descriptors(), connect(config.cluster) as nodes:
+        with view.capture_descriptors(), connect(config.cluster, config.scaling.label_selector) as nodes:
             needs = plan.resolve(config, nodes, own=local)
             self._look_at_storage(needs)
             rows = [*outline.rows, *_scaling_rows(config, needs)]
@@ -207,7 +207,7 @@ class Launch:
 
         if needs is not None and config.plan:
             return self.run(rows(needs, [plan.local_node(config.cluster)]), lambda run: "", result, nullcontext)
-        with self.view.capture_descriptors(), connect(config.cluster) as nodes:
+        with self.view.capture_descriptors(), connect(config.cluster, config.scaling.label_selector) as nodes:
             needs = plan.resolve_trial(config, nodes, own=local)
             self._look_at_storage(needs)
             return self.run(rows(needs, nodes), partial(self._search, needs, nodes), result, nullcontext)
@@ -220,7 +220,7 @@ class Launch:
         """
         storage = self.config.storage
         if not storage.is_remote:
-            check_shared(self.previous.path if self.previous is not None else storage.folder, needs)
+            check_nodes(self.previous.path if self.previous is not None else storage.folder, needs)
         elif nodes := other_nodes(needs):
             raise MantaError(
                 f"storage.path={storage.path}: the cluster has {len(nodes) + 1} nodes, and with a bucket everything runs on the "

@@ -5,7 +5,7 @@ import math
 import os
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from manta.config import Cluster, Config, Scaling
@@ -26,6 +26,7 @@ class Needs:
     per_worker: dict[str, float]
     max_workers: int | None = None
     placement_strategy: str = "PACK"
+    label_selector: dict[str, str] = field(default_factory=dict)
 
     @property
     def most_workers(self) -> int:
@@ -34,7 +35,8 @@ class Needs:
     def __str__(self) -> str:
         workers = "1 worker" if self.num_workers == 1 else f"{self.num_workers} workers"
         strategy = "" if self.placement_strategy == "PACK" else f" ({self.placement_strategy})"
-        return f"{workers} with {shown(self.per_worker)} each{strategy}"
+        labels = "".join(f", {name}={value}" for name, value in self.label_selector.items())
+        return f"{workers} with {shown(self.per_worker)} each{strategy}{labels}"
 
 
 def cpu_count() -> int:
@@ -102,7 +104,7 @@ def resolve(config: Config, nodes: list[Node], own: bool = True) -> Needs:
     num_workers = scaling.num_workers
     if not isinstance(num_workers, int):
         num_workers = max(room({"GPU": asked or 1.0}, nodes, scaling.placement_strategy), 1) if use_gpu else 1
-    needs = Needs(num_workers, use_gpu, {}, scaling.max_workers, scaling.placement_strategy)
+    needs = Needs(num_workers, use_gpu, {}, scaling.max_workers, scaling.placement_strategy, scaling.label_selector)
     needs = dataclasses.replace(needs, per_worker=_per_worker(scaling, needs, nodes, own))
     check_placeable(needs, nodes, own)
     if config.data.batch_size < needs.most_workers:

@@ -29,6 +29,8 @@ from manta.watchdog import Pulse, Stuck, Watchdog, begin
 
 AGREE_EVERY_S = 1.0
 ALONE_EVERY_S = 0.1
+CLOCKS_S = 5.0
+"""From which difference on it is said that the clocks of nodes are apart."""
 NOTICE_EVERY_S = 5.0
 """Seconds between checkpoints while a node of the run is about to be taken away."""
 
@@ -235,18 +237,45 @@ def _is_preempted() -> bool:
         return False
 
 
+def _introduced(session: Session) -> list[dict[str, Any]]:
+    """What every rank says of itself, each by its clock at the same moment."""
+    session.barrier()
+    ranks = session.gather(describe(session))
+    first = ranks[0]["clock_s"]
+    return [{**rank, "clock_s": round(rank["clock_s"] - first, 1)} for rank in ranks]
+
+
+def clocks_apart(ranks: list[dict[str, Any]]) -> str | None:
+    """Words for nodes whose clocks differ: files of one run then bear times that do not fit together."""
+    late, early = (by(ranks, key=lambda rank: rank["clock_s"]) for by in (min, max))
+    if early["clock_s"] - late["clock_s"] < CLOCKS_S:
+        return None
+    return (
+        f"The clock of {early['host']} is {early['clock_s'] - late['clock_s']:.0f} s ahead of that of {late['host']}. Results are "
+        "not touched; times in files and charts are. Keep the nodes' clocks together with NTP (timedatectl)."
+    )
+
+
 def describe(session: Session) -> dict[str, Any]:
     """Where this rank runs, for the run's provenance."""
     return {
         "rank": session.rank,
         "host": socket.gethostname(),
+        "address": _address(),
         "pid": os.getpid(),
+        "clock_s": time.time(),
         "node_rank": session.node_rank,
         "local_rank": session.local_rank,
         "device": str(session.device),
         "threads": torch.get_num_threads(),
         "placement_group": _placement_group(),
     }
+
+
+def _address() -> str | None:
+    """Of the node, as Ray has it; None without Ray."""
+    ray = sys.modules.get("ray")
+    return ray.util.get_node_ip_address() if ray is not None and ray.is_initialized() else None
 
 
 def _placement_group() -> str | None:
@@ -267,12 +296,14 @@ def train(session: Session, config: Config) -> str:
 def _told(session: Session, config: Config) -> str:
     """Train, and tell trackers of it."""
     if not session.main:
-        session.gather(describe(session))
+        _introduced(session)
         return _train(session, config)
     with writing(session.run):
         begin(session.run)
-        ranks = session.gather(describe(session))
+        ranks = _introduced(session)
         session.run.write("workers.json", {"world_size": session.world_size, "ranks": ranks})
+        if text := clocks_apart(ranks):
+            print(text)
         live = Live(session.run, config, print)
         session.on_open = live.start
         try:

@@ -15,6 +15,7 @@ from typing import Any
 
 from manta.checkpoints import choose, sizes
 from manta.cluster import TELL_S, has_cuda, is_own, wait_for_resources, worker_lines
+from manta.cluster.environment import to_send
 from manta.config import Config, Scaling
 from manta.errors import FAILED, MantaError
 from manta.plan import REHEARSAL, Needs
@@ -182,6 +183,7 @@ def _trainer(config: Config, run: RunDir, needs: Needs, backend: str, payload: d
             use_gpu=needs.use_gpu,
             resources_per_worker=needs.per_worker,
             placement_strategy=needs.placement_strategy,
+            label_selector=needs.label_selector or None,
         ),
         run_config=RunConfig(  # type: ignore[call-arg]
             # Ray continues a run of the same name; ours resume from their own checkpoints.
@@ -191,8 +193,16 @@ def _trainer(config: Config, run: RunDir, needs: Needs, backend: str, payload: d
             callbacks=recorders(run, _restarts_file(run)),
             logging_config=LoggingConfig(log_level="WARNING"),
         ),
-        torch_config=ProcessGroup(backend, _patience(config)),  # type: ignore[arg-type]
+        torch_config=ProcessGroup(backend, _patience(config), *_environment(config)),  # type: ignore[arg-type]
     )
+
+
+def _environment(config: Config) -> tuple[Any, list[str]]:
+    """For a process group: a Ray of our own inherits it."""
+    import ray
+
+    chosen = config.cluster.env_vars
+    return (None if is_own() else ray.put(to_send(chosen))), chosen
 
 
 class Restarts:

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -49,18 +49,18 @@ def is_own() -> bool:
 
 
 @contextmanager
-def connect(cluster: Cluster) -> Iterator[list[Node]]:
-    """A connected Ray and what its nodes have. Never joins a cluster that nobody asked for.
+def connect(cluster: Cluster, label_selector: Mapping[str, str] | None = None) -> Iterator[list[Node]]:
+    """A connected Ray and what its nodes with such labels have. Never joins a cluster that nobody asked for.
 
     Raises:
-        MantaError: there is no cluster at the address, or it does not let us in.
+        MantaError: there is no cluster at the address, or it does not let us in, or it has no such node.
     """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     import ray
 
     if ray.is_initialized():  # inside a job of hydra/launcher=ray: its cluster is ours
-        yield nodes()
+        yield nodes(label_selector or {})
         return
     os.environ.pop(_OWN, None)
     with ExitStack() as around:
@@ -72,7 +72,7 @@ def connect(cluster: Cluster) -> Iterator[list[Node]]:
             around.enter_context(on_loopback())
             _start(cluster)
             around.enter_context(session_folder())
-        yield nodes()
+        yield nodes(label_selector or {})
 
 
 def _start(cluster: Cluster) -> None:
@@ -180,16 +180,39 @@ def _why(error: Exception) -> str:
     )
 
 
-def nodes() -> list[Node]:
-    """The resources of every live node."""
+def nodes(label_selector: Mapping[str, str]) -> list[Node]:
+    """The resources of every live node with such labels.
+
+    Raises:
+        MantaError: none has them.
+    """
+    found = live_nodes(label_selector)
+    if not found:
+        shown = [
+            ", ".join(f"{key}={value}" for key, value in sorted(node["Labels"].items()) if key != "ray.io/node-id")
+            for node in live_nodes({})
+        ]
+        raise MantaError(
+            f"scaling.label_selector={dict(label_selector)}: no node of the cluster has such labels. They have: "
+            f"{'; '.join(dict.fromkeys(each or 'none' for each in shown))}. Labels are given to `ray start --labels=name=value`."
+        )
+    kinds = ("node:", "memory", "object_store_memory")
+    return [{key: value for key, value in node["Resources"].items() if not key.startswith(kinds)} for node in found]
+
+
+def live_nodes(label_selector: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Ray's own descriptions of the live nodes with such labels."""
     import ray
 
-    kinds = ("node:", "memory", "object_store_memory")
-    return [
-        {key: value for key, value in node["Resources"].items() if not key.startswith(kinds)}
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
+    return [node for node in ray.nodes() if node["Alive"] and _has_labels(node["Labels"], label_selector)]
+
+
+def _has_labels(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
+    for key, wanted in selector.items():
+        values = re.split(r", ?", wanted.removeprefix("!").removeprefix("in(").removesuffix(")"))
+        if (labels.get(key) in values) == wanted.startswith("!"):
+            return False
+    return True
 
 
 def has_cuda(cluster: Cluster) -> bool:
@@ -253,7 +276,8 @@ def wait_for_resources(cluster: Cluster, needs: Needs, say: Callable[[str], None
 
     began, told = time.monotonic(), -math.inf
     while True:
-        free = list(available_resources_per_node().values())
+        eligible = {node["NodeID"] for node in live_nodes(needs.label_selector)}
+        free = [node for name, node in available_resources_per_node().items() if name in eligible]
         if plan.room(needs.per_worker, free, needs.placement_strategy) >= needs.num_workers:
             return
         waited = time.monotonic() - began

@@ -20,7 +20,8 @@ from ray.util.placement_group import PlacementGroup
 
 from manta import runs
 from manta.checkpoints import Damaged
-from manta.cluster import TELL_S
+from manta.cluster import TELL_S, is_own
+from manta.cluster.environment import to_send
 from manta.config import Config, from_hydra
 from manta.errors import FAILED, FINISHED, INTERRUPTED, MantaError
 from manta.plan import Needs, Node, trials_at_once
@@ -254,7 +255,7 @@ class Search:
 
     def _tuner(self) -> tune.Tuner:
         search, objective = self.config.search, self.config.objective
-        job = Job(self.needs, self.use_gpu, self.stop_file, os.getcwd(), self.config.allowed_targets)
+        job = self.job()
         return tune.Tuner(
             self.trainable(job, slots=self.at_once if self.slotted else None),
             tune_config=tune.TuneConfig(
@@ -272,15 +273,28 @@ class Search:
             ),
         )
 
+    def job(self) -> Job:
+        chosen = self.config.cluster.env_vars
+        sent = {} if is_own() else to_send(chosen)
+        return Job(
+            *(self.needs, self.use_gpu, self.stop_file, os.getcwd(), self.config.allowed_targets),
+            environment=sent,
+            env_vars=chosen,
+        )
+
     def trainable(self, job: Job, slots: int | None = None) -> Any:
         """Trials with their resources; `slots` limits how many run at once where Tune looks at resources alone."""
-        if self.needs.num_workers > 1:
-            bundle = {"CPU": 0.0, HEAD: 0.001}  # the workers' resources are a placement group of their own
-        else:
-            bundle = dict(self.needs.per_worker)
-        if slots is not None:
-            bundle[HEAD] = max(int(9_000 / slots), 1) / 10_000  # a tenth is for actors of Ray Train's own
-        return tune.with_resources(tune.with_parameters(Trial, job=job), PlacementGroupFactory([bundle]))
+        needs = self.needs
+        bundles: list[dict[str, float]] = []
+        if needs.num_workers == 1:  # else the workers' resources are a placement group of their own
+            bundles.append(needs.per_worker)
+        if slots is not None:  # beside the worker, which may be on any node
+            bundles.append({HEAD: max(int(9_000 / slots), 1) / 10_000})  # a tenth is for actors of Ray Train's own
+        elif not bundles:
+            bundles.append({HEAD: 0.001})
+        labels: list[dict[str, str]] = [needs.label_selector, {}] if needs.num_workers == 1 else [{}]
+        place = PlacementGroupFactory(bundles, bundle_label_selector=labels[: len(bundles)])
+        return tune.with_resources(tune.with_parameters(Trial, job=job), place)
 
     def _prepare(self, record: Record) -> dict[str, Any]:
         """Make the trial's run directory fit its values."""
@@ -376,9 +390,7 @@ class Refit:
 
     def _tuner(self, wanted: list[RunDir]) -> tune.Tuner:
         search = self.search
-        job = Job(
-            search.needs, search.use_gpu, search.stop_file, os.getcwd(), search.config.allowed_targets, watched=False
-        )
+        job = replace(search.job(), watched=False)
         return tune.Tuner(
             search.trainable(job),
             param_space={"run": tune.grid_search([str(run.path) for run in wanted]), "heard": 0},
@@ -413,6 +425,7 @@ class Refit:
                 num_gpus=search.needs.per_worker.get("GPU", 0),
                 resources=bundle,
                 max_calls=1,
+                label_selector=search.needs.label_selector,
             )(_measure)
             found = ray.get(task.remote(best, config, checkpoint.resolve(), search.use_gpu))
         return {key: value for key, value in found.items() if key.startswith("test/")}

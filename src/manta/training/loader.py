@@ -60,6 +60,17 @@ class Loader:
                 yield self._finish(inputs, targets)
         except MantaError as error:  # a worker process puts its traceback before the message
             raise MantaError(str(error).rpartition("MantaError: ")[2].strip(), error.code) from error
+        except (ConnectionError, EOFError) as error:  # of a worker process that died while it sent a batch
+            if gone := self._gone():
+                raise RuntimeError(f"DataLoader worker (pid(s) {', '.join(gone)}) exited unexpectedly") from error
+            raise
+
+    def _gone(self) -> list[str]:
+        """Worker processes that have died, or are just dying."""
+        processes = getattr(getattr(self.workers, "_iterator", None), "_workers", ())
+        for process in processes:
+            process.join(1 / len(processes))
+        return [str(process.pid) for process in processes if not process.is_alive()]
 
     def _finish(self, inputs: Tensor, targets: Tensor) -> Batch:
         if self.transform is not None:
