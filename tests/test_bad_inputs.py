@@ -20,6 +20,7 @@ from hydra import compose, initialize_config_dir
 from PIL import Image
 
 from manta.checks import NUMBERS, check, numbers
+from manta.commandline import with_domains
 from manta.config import Config, from_hydra, register
 from manta.errors import FAILED, FINISHED, INVALID, MantaError
 from manta.launch import launch
@@ -526,7 +527,7 @@ def _schema() -> None:
 @pytest.mark.parametrize("bad", VALUES, ids=lambda bad: bad.arguments)
 def test_a_bad_value_is_refused(bad: Bad) -> None:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = from_hydra(compose("config", shlex.split(bad.arguments)))
+        config = from_hydra(compose("config", with_domains(shlex.split(bad.arguments))))
     with pytest.raises(MantaError) as error:
         check(config)
     assert_says(str(error.value), bad.says)
