@@ -91,6 +91,7 @@ COMMANDS = [
     Bad("model.hidden.x=3", ("model.hidden.x=3", "Set model.hidden as a whole")),
     Bad("scaling.resources_per_worker=4", ("scaling.resources_per_worker=4", "a dictionary, written {a: 1}")),
     Bad("'scaling.resources_per_worker={cpu: 2}'", ("scaling.resources_per_worker.cpu=2", "scaling.resources_per_worker.CPU=2")),
+    Bad("cluster=existing 'scaling.label_selector={zone: [a]}'", ("has the wrong type", "scaling.label_selector must be a dictionary")),
     # the command line itself
     Bad("training.epochs", ("training.epochs has no value", "training.epochs=3")),
     Bad("'model.hidden=[1'", ("model.hidden=[1", "Quote")),
@@ -236,7 +237,6 @@ VALUES = [
     Bad("cluster=slurm cluster.address=auto", ("cluster.address=auto", "cluster=existing")),
     Bad("cluster=existing cluster.address=host", ("cluster.address=host", "host:port")),
     Bad("scaling.label_selector.zone=a", ("scaling.label_selector={'zone': 'a'}", "cluster=existing")),
-    Bad("cluster=existing 'scaling.label_selector={zone: [a]}'", ("has the wrong type", "scaling.label_selector must be a dictionary")),
     Bad("cluster=existing 'scaling.label_selector={zone: -a}'", ("scaling.label_selector.zone=-a", "!value, in(a, b)")),
     Bad("cluster=existing 'cluster.env_vars=[NO_SUCH]'", ("cluster.env_vars: NO_SUCH is not set here", "export NO_SUCH")),
     Bad("cluster=existing cluster.num_cpus=4", ("cluster.num_cpus=4", "null")),
