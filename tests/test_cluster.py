@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from manta.errors import FAILED, INVALID
-from tests.conftest import Lab, wait_for
+from tests.conftest import ROOT, Lab, history, wait_for
 
 SHORT = ("cluster=existing", "training.epochs=1", "training.limit_train_batches=3", "training.test=false")
 TOKEN = "0123456789abcdef0123456789abcdef0123456789abcdef"
@@ -264,3 +264,46 @@ def test_auto_is_never_somebody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(services, "find_bootstrap_address", lambda _: "10.0.0.1:2")
     assert _address("auto") == "10.0.0.1:2"
     assert _address("10.0.0.1:9") == "10.0.0.1:9"
+
+
+@pytest.mark.ray
+@pytest.mark.drill
+def test_own_rays_of_two_users_at_once() -> None:
+    """On one host, in one folder for temporary files, where a dead Ray has left all it can: neither sees the other, or that."""
+    with tempfile.TemporaryDirectory(prefix="mt") as shared:
+        os.chmod(shared, 0o1777)
+        dead = Path(shared) / "ray" / "session_2026-01-01_00-00-00_000000_1"
+        (dead / "sockets").mkdir(parents=True)
+        (Path(shared) / "ray").chmod(0o1777)
+        (Path(shared) / "ray" / "ray_current_cluster").write_text(f"127.0.0.1:{free_port()}")
+        (Path(shared) / "ray" / "session_latest").symlink_to(dead)
+        slow = "data.transforms.train=[{_target_: tests.faults.Slow, seconds: 0.3}]"
+        command = [
+            sys.executable, "-B", str(ROOT / "train.py"), "scaling=cpu", "training.epochs=1", "allowed_targets=[manta,torch,tests]",
+            slow,
+        ]  # fmt: skip
+        started = []
+        for name, user in (("mine", os.getuid()), ("theirs", 65534 if os.getuid() == 0 else os.getuid())):
+            folder = Path(shared) / name  # pytest's own are closed to others
+            folder.mkdir()
+            os.chown(folder, user, -1)
+            become = ["setpriv", f"--reuid={user}", "--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
+            env = {**environment(folder), "RAY_TMPDIR": shared}
+            process = subprocess.Popen(
+                [*(become if user != os.getuid() else []), *command, f"storage.path={folder}"], env=env, cwd=folder, text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+            started.append((Lab(folder), process))
+        for mine, process in started:
+            wait_for(lambda mine=mine: (mine.latest.path / "workers.json").exists(), process)  # type: ignore[misc]
+        assert all(process.poll() is None for _, process in started), "they ran at once"
+        for _, process in started:
+            output, _ = process.communicate(timeout=240)
+            assert process.returncode == 0, output
+        one, other = (history(mine.latest) for mine, _ in started)
+        assert one == other
+        left = sorted(path.name for path in (Path(shared) / "ray").iterdir())
+        assert left == ["ray_current_cluster", dead.name, "session_latest"] or left == [
+            "ray_current_cluster",
+            dead.name,
+        ]
