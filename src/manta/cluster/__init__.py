@@ -49,11 +49,11 @@ def is_own() -> bool:
 
 
 @contextmanager
-def connect(cluster: Cluster) -> Iterator[list[Node]]:
+def connect(cluster: Cluster, say: Callable[[str], None] = print) -> Iterator[list[Node]]:
     """A connected Ray and what its nodes have. Never joins a cluster that nobody asked for.
 
     Raises:
-        MantaError: there is no cluster at the address, or it does not let us in.
+        MantaError: there is no cluster at the address, it does not let us in, or it stays smaller than it should be.
     """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -68,6 +68,7 @@ def connect(cluster: Cluster) -> Iterator[list[Node]]:
         around.callback(ray.shutdown)
         if cluster.kind == "existing":
             _join(cluster)
+            _wait_for_nodes(cluster, say)
         else:
             around.enter_context(on_loopback())
             _start(cluster)
@@ -190,6 +191,27 @@ def nodes() -> list[Node]:
         for node in ray.nodes()
         if node["Alive"]
     ]
+
+
+def _wait_for_nodes(cluster: Cluster, say: Callable[[str], None]) -> None:
+    """Return when the cluster has `cluster.min_nodes`.
+
+    Raises:
+        MantaError: it has not after `cluster.wait_s`.
+    """
+    began, told = time.monotonic(), -math.inf
+    while (count := len(nodes())) < (cluster.min_nodes or 0):
+        waited = time.monotonic() - began
+        if waited > cluster.wait_s:
+            raise MantaError(
+                f"cluster.min_nodes={cluster.min_nodes}: the cluster has {count} after {cluster.wait_s:g} s. Look why the "
+                "others do not come (`ray status` on its head), take fewer, or wait longer: cluster.wait_s=3600",
+                code=FAILED,
+            )
+        if waited - told >= TELL_S:
+            say(f"Waiting for {cluster.min_nodes} nodes; there are {count} (for up to {cluster.wait_s:g} s)")
+            told = waited
+        time.sleep(0.5)
 
 
 def has_cuda(cluster: Cluster) -> bool:
