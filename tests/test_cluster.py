@@ -15,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from manta.errors import FAILED, INVALID
+from manta import cluster
+from manta.config import Cluster
+from manta.errors import FAILED, INVALID, MantaError
 from tests.conftest import Lab, wait_for
 
 SHORT = ("cluster=existing", "training.epochs=1", "training.limit_train_batches=3", "training.test=false")
@@ -264,3 +266,27 @@ def test_auto_is_never_somebody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(services, "find_bootstrap_address", lambda _: "10.0.0.1:2")
     assert _address("auto") == "10.0.0.1:2"
     assert _address("10.0.0.1:9") == "10.0.0.1:9"
+
+
+def test_nodes_that_are_still_to_come_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, said = iter([1, 1, 2, 3]), list[str]()
+    monkeypatch.setattr(cluster, "nodes", lambda: [{}] * next(counts))
+    monkeypatch.setattr(cluster.time, "sleep", lambda _: None)
+    cluster._wait_for_nodes(Cluster(min_nodes=3), said.append)
+    assert list(counts) == []
+    assert said == ["Waiting for 3 nodes; there are 1 (for up to 600 s)"]
+
+    monkeypatch.setattr(cluster, "nodes", lambda: [{}])
+    cluster._wait_for_nodes(Cluster(min_nodes=1), said.append)
+    with pytest.raises(MantaError, match=r"cluster.min_nodes=2: the cluster has 1 after 0 s") as error:
+        cluster._wait_for_nodes(Cluster(min_nodes=2, wait_s=0), said.append)
+    assert error.value.code == FAILED
+
+
+def test_a_cluster_that_stays_too_small(lab: Lab, head: Head) -> None:
+    done = lab.command(
+        *SHORT, f"cluster.address={head.address}", "cluster.min_nodes=2", "cluster.wait_s=0", env=head.environment
+    )
+    assert done.returncode == FAILED, done.stderr
+    assert "cluster.min_nodes=2: the cluster has 1 after 0 s" in done.stderr
+    assert list(lab.folder.iterdir()) == []

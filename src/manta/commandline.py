@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_origin
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -15,7 +16,7 @@ from yaml import MarkedYAMLError
 
 from manta.config import Config
 from manta.errors import MantaError, nearest, suggest
-from manta.schema import expected, paths_of
+from manta.schema import expected, hint_of, paths_of
 from manta.search import domains
 
 LIST_SETTINGS = "`python train.py --cfg job` lists all settings, `--help` the groups."
@@ -61,10 +62,10 @@ def quoted(text: str) -> str:
 
 
 def with_domains(arguments: Sequence[str]) -> list[str]:
-    """Arguments with the domains of a search as Hydra can take them.
+    """Arguments with the domains of a search, and dictionaries of a cluster, as Hydra can take them.
 
     `search.space.optimizer.lr=loguniform(1e-4, 1e-1)`: to Hydra choice(...) is a sweep, other calls are unknown, and so
-    is a new key. The call becomes quoted text and the key is added by force.
+    is a new key. The call becomes quoted text and the key is added by force, as in `cluster.kuberay.labels={team: a}`.
     """
     return [_with_domain(argument, arguments) for argument in arguments]
 
@@ -72,6 +73,8 @@ def with_domains(arguments: Sequence[str]) -> list[str]:
 def _with_domain(argument: str, others: Sequence[str]) -> str:
     key, equals, value = argument.partition("=")
     name, value = key.lstrip("+"), value.strip()
+    if equals and name.startswith("cluster.") and get_origin(hint_of(Config, name)) is dict:
+        return f"++{name}={value}"
     if not equals or not (name == "search.space" or name.startswith("search.space.")):
         return argument
     if re.match(r"\w+\s*\(", value):

@@ -344,7 +344,7 @@ class Cloud:
     mount_path: str = "/shared"
     """Where it is then: `storage.path` and `data.root` are below."""
     file_mounts: dict[str, str] = field(default_factory=dict)
-    """More that is copied to each machine, {there: here}; the project itself always is, to ~/manta."""
+    """More that is copied to each machine, e.g. {/home/ubuntu/lists: /here/lists}; the code always is, to ~/manta."""
     setup_commands: list[str] = field(
         default_factory=lambda: [
             "test -e ~/venv || python3 -m venv ~/venv || (sudo apt-get update && sudo apt-get install -y python3-venv && "

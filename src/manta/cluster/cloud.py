@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 import sys
 from datetime import datetime, timezone
 from pathlib import Path
@@ -9,12 +10,23 @@ from typing import Any
 
 from manta.cluster import rules
 from manta.cluster.elsewhere import PROJECT, Request
-from manta.cluster.render import CLUSTERS, Machines, arguments, as_yaml, check_again, given, machines, write
+from manta.cluster.render import (
+    CLUSTERS,
+    Machines,
+    arguments,
+    as_yaml,
+    check_again,
+    given,
+    machines,
+    refuse_secrets,
+    write,
+)
 from manta.config import Cloud, Config
-from manta.errors import FINISHED
+from manta.errors import FINISHED, MantaError
 
+CODE = "code"
 _COPIED = ("train.py", "conf", "src", "scripts", "pyproject.toml", "requirements.lock", "README.md", "LICENSE")
-"""Of the project: what runs. A whole folder would be read through at each `ray up`, with data and results."""
+"""Of the project: what runs. Results, data and .env stay here; `ray up` reads through all that is copied."""
 _LIBRARIES = {"aws": "boto3", "gcp": "google-api-python-client google-auth cryptography cachetools"}
 """With which the autoscaler, on the head, rents workers."""
 _START = "ulimit -n 65536; ray start --object-manager-port=8076"
@@ -37,17 +49,19 @@ def submit(request: Request) -> int:
     """
     check_again(request, rules.cloud)
     config, settings = request.config, request.config.cluster.cloud
-    wanted = _machines(config)
-    cluster = as_yaml(cluster_file(config, wanted))
+    wanted, folder = _machines(config), CLUSTERS / settings.cluster_name
+    job = datetime.now(timezone.utc).strftime("manta-%Y%m%d-%H%M%S")
+    files = {
+        folder / "cluster.yaml": as_yaml(cluster_file(config, wanted, folder / CODE)),
+        folder / "submit.sh": _script(job, arguments(request, wanted.least + 1)),
+        folder / "Makefile": _makefile(job),
+    }
+    refuse_secrets(request, *files.values())
     if config.plan:
-        print(cluster, end="")
+        print(files[folder / "cluster.yaml"], end="")
         return FINISHED
-    folder, job = CLUSTERS / settings.cluster_name, datetime.now(timezone.utc).strftime("manta-%Y%m%d-%H%M%S")
-    script = _script(job, arguments(request, wanted.least + 1))
-    write(
-        request,
-        {folder / "cluster.yaml": cluster, folder / "submit.sh": script, folder / "Makefile": _makefile(job)},
-    )
+    write(files)
+    _copy_code(folder / CODE)
     count = f"the head and {wanted.least} workers" if wanted.least else "the head alone"
     print(f"Cluster {settings.cluster_name} on {settings.provider}: {wanted.needs}, on {count}: {folder}")
     print("Nothing was rented or submitted. Machines cost money from `up` to `down`:")
@@ -56,7 +70,7 @@ def submit(request: Request) -> int:
     return FINISHED
 
 
-def cluster_file(config: Config, wanted: Machines) -> dict[str, Any]:
+def cluster_file(config: Config, wanted: Machines, code: Path) -> dict[str, Any]:
     """What `ray up` reads. Beside workers the head has no CPUs to train with."""
     settings = config.cluster.cloud
     node = _aws_node if settings.provider == "aws" else _gcp_node
@@ -77,14 +91,36 @@ def cluster_file(config: Config, wanted: Machines) -> dict[str, Any]:
         **_docker(settings),
         "available_node_types": types,
         "head_node_type": "head",
-        "file_mounts": {**settings.file_mounts, **{f"~/manta/{name}": str(PROJECT / name) for name in _COPIED}},
-        "rsync_exclude": ["__pycache__", "/local"],  # conf/local: settings of this machine
+        "file_mounts": {**settings.file_mounts, "~/manta": str(code)},
         "initialization_commands": [settings.mount_command] if settings.mount_command else [],
         "setup_commands": list(settings.setup_commands),
         "head_setup_commands": [f"python -m pip install {_LIBRARIES[settings.provider]}"],
         "head_start_ray_commands": ["ray stop", f"{_START} {_HEAD}"],
         "worker_start_ray_commands": ["ray stop", f"{_START} --address=$RAY_HEAD_IP:6379"],
     }
+
+
+def _copy_code(target: Path) -> None:
+    """The code as it is now, so that what is submitted is what was typed.
+
+    Raises:
+        MantaError: it cannot be written.
+    """
+
+    def left_out(folder: str, _: list[str]) -> list[str]:
+        machine = ["local"] if Path(folder) == PROJECT / "conf" else []  # settings of this machine
+        return ["__pycache__", *machine]
+
+    try:
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir()
+        for source in (PROJECT / name for name in _COPIED):
+            if source.is_dir():
+                shutil.copytree(source, target / source.name, ignore=left_out)
+            else:
+                shutil.copy2(source, target)
+    except (OSError, shutil.Error) as error:
+        raise MantaError(f"The code cannot be copied to {target}: {error}") from error
 
 
 def _resources(cpus: int, gpus: int) -> dict[str, Any]:
@@ -136,12 +172,12 @@ def _gcp_node(settings: Cloud, head: bool) -> dict[str, Any]:
     node: dict[str, Any] = {
         "machineType": settings.head_instance_type if head else settings.worker_instance_type,
         "disks": [{"boot": True, "autoDelete": True, "type": "PERSISTENT", "initializeParams": parameters}],
-        "scheduling": [{"onHostMaintenance": "TERMINATE"}] if gpus else [],  # a machine with GPUs cannot be moved
+        "scheduling": {"onHostMaintenance": "TERMINATE"} if gpus else {},  # a machine with GPUs cannot be moved
     }
     if head:
         return given(node)
     if settings.use_spot:
-        node["scheduling"].append({"preemptible": True})
+        node["scheduling"]["preemptible"] = True
     if settings.accelerator_type:
         node["guestAccelerators"] = [{"acceleratorType": settings.accelerator_type, "acceleratorCount": gpus}]
     if settings.service_account:
@@ -153,14 +189,14 @@ def _gcp_node(settings: Cloud, head: bool) -> dict[str, Any]:
 def _machines(config: Config) -> Machines:
     """How many workers."""
     settings, at, alone = config.cluster.cloud, "cluster.cloud", rules.alone(config)
-    head = {"CPU": float(settings.head_cpus), "GPU": float(settings.head_gpus)} if alone else {"CPU": 0.0, "GPU": 0.0}
+    head = {"CPU": float(settings.head_cpus), "GPU": float(settings.head_gpus)}
     worker = {"CPU": float(settings.worker_cpus), "GPU": float(settings.worker_gpus)}
     more = f"{at}.head_cpus, {at}.head_gpus" if alone else f"{at}.worker_cpus, {at}.worker_gpus, {at}.min_workers"
     return machines(config, head, worker, settings.min_workers, settings.max_workers, more)
 
 
 def _script(job: str, arguments: list[str]) -> str:
-    """Runs on the head. A job of Ray outlives the connection, and all nodes get its code; .env stays on the head."""
+    """Runs on the head. A job of Ray outlives the connection, and every node gets its code, but not .env."""
     environment = json.dumps({"excludes": ["/.env"], "env_vars": {"PYTHONPATH": "src"}})
     return f"""#!/bin/bash
 set -e

@@ -11,7 +11,17 @@ from typing import Any
 
 from manta.cluster import rules
 from manta.cluster.elsewhere import Request
-from manta.cluster.render import CLUSTERS, Machines, arguments, as_yaml, check_again, given, machines, write
+from manta.cluster.render import (
+    CLUSTERS,
+    Machines,
+    arguments,
+    as_yaml,
+    check_again,
+    given,
+    machines,
+    refuse_secrets,
+    write,
+)
 from manta.config import Config, Kuberay
 from manta.errors import FINISHED, MantaError
 
@@ -30,11 +40,12 @@ def submit(request: Request) -> int:
     config, name = request.config, _name(request.config)
     pods = _pods(config)
     manifest = as_yaml(rayjob(request, name, pods))
+    refuse_secrets(request, manifest)
     if config.plan:
         print(manifest, end="")
         return FINISHED
     path = CLUSTERS / name / "rayjob.yaml"
-    write(request, {path: manifest})
+    write({path: manifest})
     count = f"{pods.least} worker Pods" if pods.least != 1 else "1 worker Pod"
     print(f"RayJob {name}: {pods.needs}, in {count if pods.least else 'the head Pod'}: {path}")
     create = ["kubectl", "create", "-f", str(path)]
@@ -130,7 +141,7 @@ def _template(
 def _pods(config: Config) -> Machines:
     """How many worker Pods."""
     settings, at, alone = config.cluster.kuberay, "cluster.kuberay", rules.alone(config)
-    head = {"CPU": float(settings.head_cpu), "GPU": float(settings.head_gpu)} if alone else {"CPU": 0.0, "GPU": 0.0}
+    head = {"CPU": float(settings.head_cpu), "GPU": float(settings.head_gpu)}
     worker = {"CPU": float(settings.worker_cpu), "GPU": float(_worker_gpus(config))}
     more = f"{at}.head_cpu, {at}.head_gpu" if alone else f"{at}.worker_cpu, {at}.worker_gpu, {at}.replicas"
     return machines(config, head, worker, settings.replicas, settings.max_replicas, more)

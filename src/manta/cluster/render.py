@@ -47,6 +47,7 @@ def machines(config: Config, head: Node, node: Node, least: int | None, most: in
     """How many machines like `node` the workers need.
 
     Args:
+        head: what training may use of it, where everything runs there.
         least: so many, whatever they need.
         most: so many when the autoscaler has added some.
         ways_out: settings that give more.
@@ -65,7 +66,7 @@ def machines(config: Config, head: Node, node: Node, least: int | None, most: in
             fit = 1
         workers = scaling.num_workers if isinstance(scaling.num_workers, int) else 1
         least = math.ceil(workers / fit) if least is None else least
-        needs = resolve(config, [head, *[node] * least], False)
+        needs = resolve(config, [node] * least, False)
     except MantaError as error:
         raise MantaError(f"{error}\nOr have more: {ways_out}.") from error
     grown = math.ceil(needs.most_workers / fit)
@@ -92,17 +93,25 @@ def as_yaml(content: dict[str, Any]) -> str:
     return yaml.safe_dump(content, sort_keys=False, width=1000)
 
 
-def write(request: Request, files: dict[Path, str]) -> None:
-    """Write files, all or none.
+def refuse_secrets(request: Request, *texts: str) -> None:
+    """Before texts are written or shown.
 
     Raises:
-        MantaError: a secret would be in one, or a folder cannot be written.
+        MantaError: the value of a secret is in one.
     """
-    for name in secrets_in("\n".join([*request.overrides, *files.values()])):
+    for name in secrets_in("\n".join([*request.overrides, *texts])):
         raise MantaError(
             f"The files for cluster={request.config.cluster.kind} would have the value of {name} in them, and secrets are not "
             "written to files. Leave it out of the settings; docs/kubernetes.md and docs/cloud.md say how it gets there."
         )
+
+
+def write(files: dict[Path, str]) -> None:
+    """Write files.
+
+    Raises:
+        MantaError: a folder cannot be written.
+    """
     try:
         for path, text in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
