@@ -326,7 +326,7 @@ def test_nothing_is_rented(clusters: Path, capsys: pytest.CaptureFixture[str]) -
     assert submit(request(*AWS, "scaling.num_workers=6", "cluster.cloud.cluster_name=lab")) == 0
     assert {path.name for path in (clusters / "lab").iterdir()} == {"cluster.yaml", "submit.sh", "Makefile", "code"}
     said = capsys.readouterr().out
-    assert f"Cluster lab on aws: 6 workers with 1 CPU each, on the head and 2 workers: {clusters / 'lab'}" in said
+    assert f"Cluster lab on aws: 6 workers with 1 CPU each, on 2 machines beside the head: {clusters / 'lab'}" in said
     for target in ("up", "submit", "logs", "status", "stop", "down"):
         assert re.search(rf"make -C {clusters / 'lab'} {target} +#", said)
     assert not read_calls(calls)

@@ -274,6 +274,20 @@ def test_the_command_arrives_as_it_was_typed(tmp_path: Path) -> None:
     assert (arrived.cluster.kind, arrived.cluster.address) == ("existing", "auto")
 
 
+def test_a_resume(clusters: Path) -> None:
+    """What it continues is there: its data stay where they were. What concerns the cluster is checked here all the same."""
+    given = request(*NEEDED, "resume=latest", "scaling.num_workers=6")
+    manifest = rendered(given)
+    words = shlex.split(manifest["spec"]["entrypoint"])
+    assert "resume=latest" in words and "storage.path=/shared/outputs" in words
+    assert not [word for word in words if word.startswith("data.root")]
+    assert at(manifest, f"{WORKERS}/replicas") == 2
+    given.config.cluster.kuberay.image = None
+    with pytest.raises(MantaError, match=r"cluster\.kuberay\.image=null"):
+        submit(given)
+    assert not clusters.exists()
+
+
 KUBECTL = """
 path = sys.argv[-1]
 assert sys.argv[1:3] == ["create", "-f"] and open(path).read().startswith("apiVersion: ray.io/v1"), sys.argv

@@ -62,7 +62,9 @@ def submit(request: Request) -> int:
         return FINISHED
     write(files)
     _copy_code(folder / CODE)
-    count = f"the head and {wanted.least} workers" if wanted.least else "the head alone"
+    count = {0: "the head alone", 1: "1 machine beside the head"}.get(
+        wanted.least, f"{wanted.least} machines beside the head"
+    )
     print(f"Cluster {settings.cluster_name} on {settings.provider}: {wanted.needs}, on {count}: {folder}")
     print("Nothing was rented or submitted. Machines cost money from `up` to `down`:")
     for target, what in _TARGETS.items():
