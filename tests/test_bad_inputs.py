@@ -429,6 +429,25 @@ EDGES: dict[str, tuple[list[Any], list[Any]]] = {
     "cluster.num_gpus": ([-1, 10001], [0, None]),
     "cluster.object_store_memory": ([75 * 2**20 - 1], [75 * 2**20, None]),
     "cluster.wait_s": ([-1.0], [0.0]),
+    "cluster.min_nodes": ([0], [1, None]),
+    "cluster.kuberay.head_cpu": ([0], [1]),
+    "cluster.kuberay.head_gpu": ([-1], [0]),
+    "cluster.kuberay.worker_cpu": ([0], [1]),
+    "cluster.kuberay.worker_gpu": ([-1], [0, None]),
+    "cluster.kuberay.replicas": ([0, 10001], [1, None]),
+    "cluster.kuberay.max_replicas": ([0, 10001], [1, None]),
+    "cluster.kuberay.idle_timeout_seconds": ([0], [1]),
+    "cluster.kuberay.ttl_seconds_after_finished": ([-1], [0]),
+    "cluster.kuberay.active_deadline_seconds": ([0], [1, None]),
+    "cluster.kuberay.backoff_limit": ([-1], [0]),
+    "cluster.cloud.head_cpus": ([-1], [0]),
+    "cluster.cloud.head_gpus": ([-1], [0]),
+    "cluster.cloud.worker_cpus": ([0], [1]),
+    "cluster.cloud.worker_gpus": ([-1], [0]),
+    "cluster.cloud.min_workers": ([0, 10001], [1, None]),
+    "cluster.cloud.max_workers": ([0, 10001], [1, None]),
+    "cluster.cloud.idle_timeout_minutes": ([0.0], [0.1]),
+    "cluster.cloud.disk_gb": ([0], [1]),
     "search.num_samples": ([0, 10**6 + 1], [1, None]),
     "search.time_budget_s": ([0.0], [0.1, None]),
     "scaling.elastic_resize_monitor_interval_s": ([0.9], [1.0]),
@@ -580,7 +599,7 @@ def test_a_bad_launch_is_refused(
     """Before Ray is started; no run directory is made, and the run that was to be resumed is as it was."""
     monkeypatch.setattr("manta.plan.gpu_count", lambda: 0)
     monkeypatch.setattr("manta.launch.is_running", lambda: False)
-    monkeypatch.setattr("manta.launch.connect", lambda _: pytest.fail("Ray would be started"))
+    monkeypatch.setattr("manta.launch.connect", lambda *_: pytest.fail("Ray would be started"))
     arguments = shlex.split(bad.arguments.replace("{here}", str(here)))
     storage = [] if any(word.startswith("storage.path=") for word in arguments) else [f"storage.path={tmp_path}"]
     before = [path.read_bytes() for path in sorted(here.glob("*/config.yaml"))]
@@ -609,7 +628,7 @@ def test_a_plan_leaves_nothing_behind(
 ) -> None:
     """And starts nothing."""
     monkeypatch.setattr("manta.launch.is_running", lambda: False)
-    monkeypatch.setattr("manta.launch.connect", lambda _: pytest.fail("Ray would be started"))
+    monkeypatch.setattr("manta.launch.connect", lambda *_: pytest.fail("Ray would be started"))
     settings = (
         f"scaling={scaling}",
         "cluster.num_cpus=6",

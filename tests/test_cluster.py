@@ -15,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from manta.errors import FAILED, INVALID
+from manta import cluster
+from manta.config import Cluster
+from manta.errors import FAILED, INVALID, MantaError
 from tests.conftest import ROOT, Lab, history, wait_for
 
 SHORT = ("cluster=existing", "training.epochs=1", "training.limit_train_batches=3", "training.test=false")
@@ -307,3 +309,27 @@ def test_own_rays_of_two_users_at_once() -> None:
             "ray_current_cluster",
             dead.name,
         ]
+
+
+def test_nodes_that_are_still_to_come_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, said = iter([1, 1, 2, 3]), list[str]()
+    monkeypatch.setattr(cluster, "live_nodes", lambda _: [{}] * next(counts))
+    monkeypatch.setattr(cluster.time, "sleep", lambda _: None)
+    cluster._wait_for_nodes(Cluster(min_nodes=3), said.append)
+    assert list(counts) == []
+    assert said == ["Waiting for 3 nodes; there are 1 (for up to 600 s)"]
+
+    monkeypatch.setattr(cluster, "live_nodes", lambda _: [{}])
+    cluster._wait_for_nodes(Cluster(min_nodes=1), said.append)
+    with pytest.raises(MantaError, match=r"cluster.min_nodes=2: the cluster has 1 after 0 s") as error:
+        cluster._wait_for_nodes(Cluster(min_nodes=2, wait_s=0), said.append)
+    assert error.value.code == FAILED
+
+
+def test_a_cluster_that_stays_too_small(lab: Lab, head: Head) -> None:
+    done = lab.command(
+        *SHORT, f"cluster.address={head.address}", "cluster.min_nodes=2", "cluster.wait_s=0", env=head.environment
+    )
+    assert done.returncode == FAILED, done.stderr
+    assert "cluster.min_nodes=2: the cluster has 1 after 0 s" in done.stderr
+    assert list(lab.folder.iterdir()) == []

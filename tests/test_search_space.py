@@ -198,6 +198,8 @@ def test_a_key_twice_is_refused() -> None:
         ("search.space.a={choice: {b: {c: uniform(0, 1)}}}", "++search.space.a={choice: {b: {c: 'uniform(0, 1)'}}}"),
         ("search.space.a=null", "++search.space.a=null"),
         ("~search.space.a", "~search.space.a"),
+        ("cluster.kuberay.labels={a.b/c: d}", "++cluster.kuberay.labels={a.b/c: d}"),
+        ("cluster.kuberay.replicas=2", "cluster.kuberay.replicas=2"),
         ("seed=choice(1,2)", "seed=choice(1,2)"),
         ("-m", "-m"),
     ],

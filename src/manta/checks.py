@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from manta.cluster import rules as outside
 from manta.config import CLUSTER_KINDS, PRECISIONS, SCHEMA_VERSION, STRATEGIES, Config, Storage
 from manta.errors import MantaError, nearest
 from manta.schema import help_text
@@ -72,6 +73,25 @@ NUMBERS = {
     "cluster.num_gpus": ">= 0, <= 10000",
     "cluster.object_store_memory": f">= {75 * 2**20}",  # Ray's own minimum
     "cluster.wait_s": ">= 0",
+    "cluster.min_nodes": ">= 1",
+    "cluster.kuberay.head_cpu": ">= 1",
+    "cluster.kuberay.head_gpu": ">= 0",
+    "cluster.kuberay.worker_cpu": ">= 1",
+    "cluster.kuberay.worker_gpu": ">= 0",
+    "cluster.kuberay.replicas": ">= 1, <= 10000",
+    "cluster.kuberay.max_replicas": ">= 1, <= 10000",
+    "cluster.kuberay.idle_timeout_seconds": ">= 1",
+    "cluster.kuberay.ttl_seconds_after_finished": ">= 0",
+    "cluster.kuberay.active_deadline_seconds": ">= 1",
+    "cluster.kuberay.backoff_limit": ">= 0",
+    "cluster.cloud.head_cpus": ">= 0",
+    "cluster.cloud.head_gpus": ">= 0",
+    "cluster.cloud.worker_cpus": ">= 1",
+    "cluster.cloud.worker_gpus": ">= 0",
+    "cluster.cloud.min_workers": ">= 1, <= 10000",
+    "cluster.cloud.max_workers": ">= 1, <= 10000",
+    "cluster.cloud.idle_timeout_minutes": "> 0",
+    "cluster.cloud.disk_gb": ">= 1",
     "storage.finish_s": ">= 0",
     "tracking.finish_s": "> 0",
     "search.num_samples": ">= 1, <= 1000000",
@@ -102,6 +122,8 @@ CHOICES = {
     "scaling.strategy": STRATEGIES,
     "scaling.placement_strategy": ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"),
     "cluster.kind": CLUSTER_KINDS,
+    "cluster.kuberay.image_pull_policy": ("Always", "IfNotPresent", "Never"),
+    "cluster.cloud.provider": ("aws", "gcp"),
     "tracking.watch": ("gradients", "parameters", "all"),
     "tracking.wandb.mode": ("online", "offline", "disabled"),
 }
@@ -333,6 +355,8 @@ def cluster(config: Config) -> Iterator[str]:
         value = getattr(config.cluster, key)
         if kind not in ("local", "slurm") and value is not None:
             yield f"cluster.{key}={value} is only for cluster.kind=local: leave it null, the cluster has what it has."
+    if kind != "existing" and config.cluster.min_nodes is not None:
+        yield f"cluster.min_nodes={config.cluster.min_nodes} is only for cluster=existing: leave it null."
 
     for name in config.cluster.env_vars:
         if kind == "existing" and name not in os.environ:
@@ -518,5 +542,5 @@ def mlflow_address(name: str, uri: str) -> str | None:
 
 RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     *(finite, numbers, choices, names, plug_ins, objective, length),
-    *(batches, workers, resources, half_precision, cluster, folders, trackers, *search.RULES),
+    *(batches, workers, resources, half_precision, cluster, folders, trackers, *outside.RULES, *search.RULES),
 )

@@ -188,7 +188,7 @@ class Scaling:
     accelerator_type: str | None = None
     """E.g. H100; see ray.util.accelerators."""
     label_selector: dict[str, str] = field(default_factory=dict)
-    """Ray's: labels of nodes that may get a worker, e.g. {region: us-west, "ray.io/market-type": "!spot"}; also in(a, b) and
+    """Ray's: labels of nodes that may get a worker, e.g. {region: us-west, ray.io/market-type: "!spot"}; also in(a, b) and
     !in(a, b). Labels are given to `ray start --labels`."""
     strategy: str = "ddp"
     """ddp, or fsdp2 for models that do not fit on one device."""
@@ -216,18 +216,147 @@ class Slurm:
 
 @dataclass
 class Kuberay:
-    """A RayJob of KubeRay, on Kubernetes."""
+    """A RayJob of KubeRay, on Kubernetes. The names are theirs."""
 
+    submit: bool = True
+    """Hand it to Kubernetes, if there is a kubectl; false = only write the file."""
     namespace: str | None = None
     """Null = the one that kubectl is set to."""
+    image: str | None = None
+    """Needed: an image with Manta's packages, and with its code unless `working_dir` is an address; see
+    scripts/kuberay/Dockerfile."""
+    image_pull_policy: str | None = None
+    """Always, IfNotPresent or Never; null = Kubernetes' default."""
+    image_pull_secrets: list[str] = field(default_factory=list)
+    """Names of the secrets that the registry asks for."""
+    ray_version: str | None = None
+    """Ray of the image; null = the one installed here."""
+    working_dir: str = "/manta"
+    """Folder of the image that has train.py, or https://, s3:// or gs:// address of a zip of the code, which each Pod gets."""
+    claim_name: str | None = None
+    """PersistentVolumeClaim that all Pods mount (ReadWriteMany), for results and data; not needed with a bucket."""
+    mount_path: str = "/shared"
+    """Where it is mounted: `storage.path` and `data.root` are below."""
+    service_account: str | None = None
+    """Of the Pods; null = the namespace's default."""
+    head_cpu: int = 2
+    """CPUs of the head Pod, where the command runs, and training too if there are no worker Pods."""
+    head_memory: str = "8Gi"
+    """Memory of the head Pod."""
+    head_gpu: int = 0
+    """GPUs of the head Pod: for a bucket or `scaling.num_workers=0`, where everything runs there."""
+    worker_cpu: int = 4
+    """CPUs of a worker Pod."""
+    worker_memory: str = "16Gi"
+    """Memory of a worker Pod."""
+    worker_gpu: int | None = None
+    """GPUs of a worker Pod; null = what one training worker takes."""
+    gpu_resource: str = "nvidia.com/gpu"
+    """What the device plugin calls them."""
+    shared_memory: str = "4Gi"
+    """Size of /dev/shm, for Ray's object store and loader workers; counts as memory of the Pod."""
+    replicas: int | None = None
+    """Worker Pods; null = as many as `scaling.num_workers` needs (auto: one). A search may want more."""
+    max_replicas: int | None = None
+    """Worker Pods when Ray's autoscaler adds some; null = what `scaling.max_workers` needs, else none are added."""
+    idle_timeout_seconds: int = 60
+    """With an autoscaler: an added Pod goes after so long without work."""
+    node_selector: dict[str, str] = field(default_factory=dict)
+    """Labels of the nodes for worker Pods."""
+    head_node_selector: dict[str, str] = field(default_factory=dict)
+    """Labels of the nodes for the head Pod."""
+    tolerations: list[dict[str, Any]] = field(default_factory=list)
+    """Taints that all Pods accept, e.g. [{key: nvidia.com/gpu, operator: Exists}]."""
+    labels: dict[str, str] = field(default_factory=dict)
+    """Of the RayJob and its Pods."""
+    annotations: dict[str, str] = field(default_factory=dict)
+    """Of the RayJob and its Pods."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Environment of all Pods; no secrets, for it is written to a file."""
+    env_from_secrets: list[str] = field(default_factory=list)
+    """Names of Kubernetes secrets; what they hold is in the environment of all Pods (WANDB_API_KEY and so on)."""
+    shutdown_after_job_finishes: bool = True
+    """Delete the Pods at the end; false = they stay until `kubectl delete`."""
+    ttl_seconds_after_finished: int = 600
+    """How long after the end."""
+    active_deadline_seconds: int | None = None
+    """Give up after so long; null = never."""
+    backoff_limit: int = 0
+    """How often a failed job is started again, with new Pods and from the beginning (what went on before: `resume=`)."""
 
 
 @dataclass
 class Cloud:
-    """Machines that Ray's cluster launcher (`ray up`) rents."""
+    """Machines that Ray's cluster launcher (`ray up`) rents. Files are written, nothing is rented before `make up`."""
 
+    cluster_name: str = "manta"
+    """Names the cluster, and the folder of its files."""
     provider: str = "aws"
     """aws or gcp."""
+    region: str | None = None
+    """Needed, e.g. us-west-2 or us-west1."""
+    availability_zone: str | None = None
+    """E.g. us-west-2a or us-west1-b. For aws several with commas, null = any; needed by gcp."""
+    project_id: str | None = None
+    """Needed by gcp."""
+    image: str | None = None
+    """Needed: for aws an ami-..., for gcp projects/.../images/...; Ubuntu or Debian, with drivers if there are GPUs."""
+    docker_image: str | None = None
+    """Run everything in a container of this image; null = on the machine itself."""
+    ssh_user: str = "ubuntu"
+    """Who logs in."""
+    ssh_private_key: str | None = None
+    """File of this machine; null = Ray makes a key."""
+    key_name: str | None = None
+    """For aws: the key pair that belongs to `ssh_private_key`."""
+    iam_instance_profile: str | None = None
+    """For aws: name of the instance profile of all machines; null = Ray makes one for the head, workers have none."""
+    service_account: str | None = None
+    """For gcp: e-mail of the service account of the workers; null = none. The head has one that Ray makes."""
+    security_group_ids: list[str] = field(default_factory=list)
+    """For aws; none = Ray makes one that lets in ssh only."""
+    subnet_ids: list[str] = field(default_factory=list)
+    """For aws; none = the default ones."""
+    head_instance_type: str | None = None
+    """Needed: m5.xlarge, n2-standard-4, ... The command runs there."""
+    head_cpus: int = 0
+    """CPUs of the head that training may use: for a bucket or `scaling.num_workers=0`, where everything runs there."""
+    head_gpus: int = 0
+    """GPUs of the head that training may use."""
+    worker_instance_type: str | None = None
+    """Needed, unless everything runs on the head: g5.xlarge, g2-standard-4, ..."""
+    worker_cpus: int = 4
+    """CPUs that such a machine has."""
+    worker_gpus: int = 0
+    """GPUs that such a machine has."""
+    accelerator_type: str | None = None
+    """For gcp, types that come without GPUs (n1-...): which to add, e.g. nvidia-tesla-t4."""
+    use_spot: bool = True
+    """Workers are spot (preemptible) machines: cheap, and may be taken away. The head never is."""
+    min_workers: int | None = None
+    """Workers that there always are; null = as many as `scaling.num_workers` needs (auto: one). A search may want more."""
+    max_workers: int | None = None
+    """Workers when the autoscaler adds some; null = what `scaling.max_workers` needs, else none are added."""
+    idle_timeout_minutes: float = 10.0
+    """An added machine goes after so long without work."""
+    disk_gb: int = 200
+    """Disk of each machine."""
+    mount_command: str | None = None
+    """Mounts the shared file system on each machine, e.g. `sudo mount -t nfs4 fs-1.efs.us-west-2.amazonaws.com:/ /shared`;
+    not needed with a bucket."""
+    mount_path: str = "/shared"
+    """Where it is then: `storage.path` and `data.root` are below."""
+    file_mounts: dict[str, str] = field(default_factory=dict)
+    """More that is copied to each machine, e.g. {/home/ubuntu/lists: /here/lists}; the code always is, to ~/manta."""
+    setup_commands: list[str] = field(
+        default_factory=lambda: [
+            "test -e ~/venv || python3 -m venv ~/venv || (sudo apt-get update && sudo apt-get install -y python3-venv && "
+            "python3 -m venv ~/venv)",
+            "grep -qs /venv/bin: ~/.bashrc || echo 'export PATH=$HOME/venv/bin:$PATH' >> ~/.bashrc",
+            "~/venv/bin/pip install -r ~/manta/requirements.lock && ~/venv/bin/pip install --no-deps -e ~/manta",
+        ]
+    )
+    """Run on each machine, in a shell with its ~/.bashrc, before Ray starts: afterwards `ray` and `python` are Manta's."""
 
 
 @dataclass
@@ -246,7 +375,9 @@ class Cluster:
     object_store_memory: int | None = 200_000_000
     """For local: bytes of shared memory for Ray's object store; null = Ray's default (30 % of memory)."""
     wait_s: float = 600.0
-    """How long a launch waits for busy resources before it gives up."""
+    """How long a launch waits for busy resources, or for `min_nodes`, before it gives up."""
+    min_nodes: int | None = None
+    """For existing: wait until the cluster has so many nodes, as one that is still growing; null = those that there are."""
     env_vars: list[str] = field(default_factory=list)
     """For existing: names of environment variables of this command that every worker gets, whatever its node has. Those of
     NCCL, Gloo, torch, W&B, MLflow, Hugging Face and AWS reach workers anyway where the node has none."""

@@ -185,7 +185,7 @@ def _on_ray(config: Config, run: RunDir, view: View, checkpoint: Path, splits: l
     keep = False
     if config.cluster.kind == "local" and not is_running():
         plan.resolve(config, [plan.local_node(config.cluster)])  # refuses before Ray starts
-    with view.capture_descriptors(), connect(config.cluster, config.scaling.label_selector) as nodes:
+    with view.capture_descriptors(), connect(config.cluster, view.say, config.scaling.label_selector) as nodes:
         needs = plan.resolve(config, nodes, own=config.cluster.kind == "local")
         scratch.path.mkdir()
         view.open_log(scratch.log)

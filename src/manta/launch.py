@@ -180,7 +180,7 @@ class Launch:
         if needs is not None and (needs.num_workers == 0 or config.plan):
             rows = [*outline.rows, *_scaling_rows(config, needs)]
             return self.run(rows, partial(self._in_process, needs), _result, progress)
-        with view.capture_descriptors(), connect(config.cluster, config.scaling.label_selector) as nodes:
+        with view.capture_descriptors(), connect(config.cluster, view.say, config.scaling.label_selector) as nodes:
             needs = plan.resolve(config, nodes, own=local)
             self._look_at_storage(needs)
             rows = [*outline.rows, *_scaling_rows(config, needs)]
@@ -207,7 +207,10 @@ class Launch:
 
         if needs is not None and config.plan:
             return self.run(rows(needs, [plan.local_node(config.cluster)]), lambda run: "", result, nullcontext)
-        with self.view.capture_descriptors(), connect(config.cluster, config.scaling.label_selector) as nodes:
+        with (
+            self.view.capture_descriptors(),
+            connect(config.cluster, self.view.say, config.scaling.label_selector) as nodes,
+        ):
             needs = plan.resolve_trial(config, nodes, own=local)
             self._look_at_storage(needs)
             return self.run(rows(needs, nodes), partial(self._search, needs, nodes), result, nullcontext)

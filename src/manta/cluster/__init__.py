@@ -49,11 +49,14 @@ def is_own() -> bool:
 
 
 @contextmanager
-def connect(cluster: Cluster, label_selector: Mapping[str, str] | None = None) -> Iterator[list[Node]]:
+def connect(
+    cluster: Cluster, say: Callable[[str], None] = print, label_selector: Mapping[str, str] | None = None
+) -> Iterator[list[Node]]:
     """A connected Ray and what its nodes with such labels have. Never joins a cluster that nobody asked for.
 
     Raises:
-        MantaError: there is no cluster at the address, or it does not let us in, or it has no such node.
+        MantaError: there is no cluster at the address, it does not let us in, it stays smaller than it should be, or no node has the
+            labels.
     """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -68,6 +71,7 @@ def connect(cluster: Cluster, label_selector: Mapping[str, str] | None = None) -
         around.callback(ray.shutdown)
         if cluster.kind == "existing":
             _join(cluster)
+            _wait_for_nodes(cluster, say)
         else:
             around.enter_context(on_loopback())
             _start(cluster)
@@ -213,6 +217,27 @@ def _has_labels(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
         if (labels.get(key) in values) == wanted.startswith("!"):
             return False
     return True
+
+
+def _wait_for_nodes(cluster: Cluster, say: Callable[[str], None]) -> None:
+    """Return when the cluster has `cluster.min_nodes`.
+
+    Raises:
+        MantaError: it has not after `cluster.wait_s`.
+    """
+    began, told = time.monotonic(), -math.inf
+    while (count := len(live_nodes({}))) < (cluster.min_nodes or 0):
+        waited = time.monotonic() - began
+        if waited > cluster.wait_s:
+            raise MantaError(
+                f"cluster.min_nodes={cluster.min_nodes}: the cluster has {count} after {cluster.wait_s:g} s. Look why the "
+                "others do not come (`ray status` on its head), take fewer, or wait longer: cluster.wait_s=3600",
+                code=FAILED,
+            )
+        if waited - told >= TELL_S:
+            say(f"Waiting for {cluster.min_nodes} nodes; there are {count} (for up to {cluster.wait_s:g} s)")
+            told = waited
+        time.sleep(0.5)
 
 
 def has_cuda(cluster: Cluster) -> bool:
