@@ -45,8 +45,9 @@ def _ip(*arguments: str) -> None:
 class Nodes:
     """Node 1 is the head, without CPUs; the others have one each."""
 
-    def __init__(self, folder: Path, tag: str) -> None:
-        self.folder, self.tag = folder, tag
+    def __init__(self, folder: Path, tag: str, dashboard: bool = False) -> None:
+        """Args: dashboard: of the head, at http://127.0.0.1:8265 of its own, and at its address."""
+        self.folder, self.tag, self.dashboard = folder, tag, dashboard
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self._nets: set[int] = set()
         (folder / "home").mkdir()
@@ -72,7 +73,8 @@ class Nodes:
         (place / "tmp").mkdir(parents=True)
         hosts = self.folder / f"hosts{node}"
         hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{NET}.{k} {self.host(k)}\n" for k in range(1, 10)))
-        head = ["--head", "--port=6379", "--num-cpus=0", "--include-dashboard=false"]
+        head = ["--head", "--port=6379", "--num-cpus=0", f"--include-dashboard={str(self.dashboard).lower()}"]
+        head += ["--dashboard-host=0.0.0.0"] if self.dashboard else []
         role = head if node == 1 else [f"--address={self.address}", "--num-cpus=1"]
         ray = [
             str(Path(sys.executable).parent / "ray"), "start", *role, f"--node-ip-address={NET}.{node}", f"--temp-dir={place}",
