@@ -103,8 +103,11 @@ class Nodes:
 
     def _first(self, node: int) -> int:
         """Pid, seen from here, of the node's first process."""
-        pid = self.processes[node].pid
-        return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+        children, deadline = Path("/proc/{0}/task/{0}/children".format(self.processes[node].pid)), time.monotonic() + 10
+        while not children.read_text():  # it is just being started
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return int(children.read_text().split()[0])
 
     def command(self, node: int, *arguments: str) -> list[str]:
         """Arguments as a command on a node."""

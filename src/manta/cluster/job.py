@@ -60,7 +60,7 @@ class Job(NamedTuple):
         found, _, address = name.partition("@")
         if not found or not address:
             raise MantaError(f"job:{name}: a job is named as job:<id>@http://<head>:8265.")
-        return cls(found, _checked(address, f"job:{name}"))
+        return cls(found, _checked(address, "The address of a job"))
 
     def ways(self) -> str:
         """How to go on with it."""
@@ -82,16 +82,21 @@ def submit(request: elsewhere.Request) -> int:
     """
     config = request.config
     address = _checked(config.cluster.address, "cluster.address")
-    entrypoint = f"exec python train.py {shlex.join(arguments(request))}"
+    command = entrypoint(arguments(request))
     client = _connect(address)
     job = Job(f"manta-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}", address)
     with _interruptible():
         try:
             with tempfile.TemporaryDirectory(prefix="manta-") as folder:
-                _send(client, config, job, entrypoint, Path(folder))
+                _send(client, config, job, command, Path(folder))
             return _follow(client, job)
         except KeyboardInterrupt:
             return _let_go(client, job, config.cluster.stop_on_interrupt)
+
+
+def entrypoint(arguments: list[str]) -> str:
+    """For the shell there, whose place the command takes: a signal to it is a signal to the command."""
+    return f"exec python train.py {shlex.join(arguments)}"
 
 
 def arguments(request: elsewhere.Request) -> list[str]:
@@ -156,7 +161,7 @@ def _relative(request: elsewhere.Request, key: str, value: str) -> str | None:
     return str(Path(value).relative_to(here)) if Path(value).is_relative_to(here) else None
 
 
-def _send(client: Any, config: Config, job: Job, entrypoint: str, folder: Path) -> None:
+def _send(client: Any, config: Config, job: Job, command: str, folder: Path) -> None:
     from ray._private.ray_constants import DASHBOARD_CLIENT_MAX_SIZE
 
     outside = (Path(config.data.root), config.storage.folder, Path(config.storage.cache))
@@ -164,7 +169,7 @@ def _send(client: Any, config: Config, job: Job, entrypoint: str, folder: Path) 
     print(f"Package: {package}", flush=True)
     with _explained(job.address):
         client.submit_job(
-            entrypoint=entrypoint,
+            entrypoint=command,
             submission_id=job.id,
             # Everybody who sees the dashboard sees this: nothing of our environment goes along.
             runtime_env={
@@ -351,7 +356,7 @@ def _checked(address: str | None, setting: str) -> str:
         raise MantaError(f"cluster=job wants cluster.address: {way_out}")
     scheme, _, rest = address.partition("://")
     if scheme not in ("http", "https") or not rest:
-        raise MantaError(f"{setting}={address}: it must be {way_out}")
+        raise MantaError(f"{setting} is {address}, and must be {way_out}")
     if "@" in rest:
         raise MantaError(
             f"{setting}: no password in an address, it is shown. Ray's own way is a token: RAY_AUTH_TOKEN."

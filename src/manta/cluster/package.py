@@ -1,5 +1,6 @@
 """The code of the project as one archive: what git would take, and never data, results, secrets or environments."""
 
+import logging
 import os
 import subprocess
 import zipfile
@@ -120,9 +121,10 @@ def _of_ignore_files(project: Path) -> Iterator[Path]:
     found: list[Path] = []
     _dir_travel(
         project,
-        [lambda path: path != project and _is_never(path, project)],
+        [lambda path: path != project and (path.parent.is_symlink() or _is_never(path, project))],  # Ray follows links
         lambda path: found.append(path) if path.is_symlink() or path.is_file() else None,
         include_gitignore=True,
+        logger=logging.getLogger(__name__),
     )
     yield from found
 
