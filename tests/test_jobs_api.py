@@ -22,6 +22,7 @@ import psutil
 import pytest
 import requests
 
+from manta import runs
 from manta.cluster import elsewhere, job
 from manta.cluster.package import pack
 from manta.commandline import with_domains
@@ -32,7 +33,7 @@ from tests.conftest import ROOT, Lab, make_config, wait_for
 from tests.test_interrupts import SLOW, trained
 
 MIB = 1 << 20
-SECRET = "-".join(("do", "not", "tell", "4711"))  # nor is it in this file, which travels
+SECRET = "terces"[::-1] * 3  # this file, which travels, does not have it
 
 
 # --- what is sent ------------------------------------------------------------------------------------------------
@@ -108,6 +109,25 @@ def test_the_same_code_is_the_same_package(project: Path, tmp_path: Path) -> Non
     assert pack(project, tmp_path / "two.zip", MIB).path.read_bytes() == first
     (project / "new.py").write_text("2")
     assert pack(project, tmp_path / "three.zip", MIB).path.read_bytes() != first
+
+
+def test_what_git_knows_goes_along(project: Path, tmp_path: Path) -> None:
+    """A run there has a commit and its changes; what never travels is not in the changes either."""
+    if not (project / ".git").exists():
+        assert runs.SENT not in pack(project, tmp_path / "code.zip", MIB).files
+        return
+    who = "-c user.name=me -c user.email=me@localhost"
+    subprocess.run(f"git add -f .env train.py && git {who} commit -qm one", shell=True, cwd=project, check=True)
+    for name in (".env", "train.py"):
+        (project / name).write_text(f"changed {SECRET if name == '.env' else ''}\n")
+    there = tmp_path / "there"
+    with zipfile.ZipFile(pack(project, tmp_path / "code.zip", MIB).path) as archive:
+        archive.extractall(there)
+    here, found = runs.version(project), runs.version(there)
+    assert found["commit"] == here["commit"] is not None
+    assert found["branch"] == here["branch"]
+    assert "+changed" in str(found["diff"])
+    assert SECRET not in str(found["diff"])
 
 
 def test_too_large_a_package_names_what_is_large(project: Path, tmp_path: Path) -> None:
@@ -346,6 +366,9 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("copy") / "project"
     ignored = ("*.egg-info", ".*cache", "__pycache__", ".git", ".venv", "outputs", "data", ".env")
     shutil.copytree(ROOT, found, ignore=lambda folder, names: {n for n in shutil.ignore_patterns(*ignored)(folder, names) if n != "data" or Path(folder) == ROOT})  # fmt: skip
+    who = "-c user.name=me -c user.email=me@localhost"
+    commit = f"git init -qb mine . && git add . && git {who} commit -qm code"
+    subprocess.run(commit, shell=True, cwd=found, check=True)
     litter(found)
     (found / ".env").write_text(f"WANDB_API_KEY={SECRET}\n")
     (found / ".env").chmod(0o600)
@@ -353,7 +376,6 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file.write(
             "\nimport os, socket\nprint('code on', socket.gethostname(), __file__, 'WANDB_API_KEY' in os.environ)\n"
         )
-    subprocess.run("git init -q .", shell=True, cwd=found, check=True)
     return found
 
 
@@ -424,6 +446,13 @@ def test_a_job(cluster: nodes.Nodes, copy: Path, tmp_path: Path) -> None:
     ]
     assert f"extend      python train.py {' '.join(to[:2])} resume=" in output
     assert lab.latest.read("status.json")["state"] == "finished"
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=copy, capture_output=True, text=True, check=True)
+    assert lab.latest.read("provenance.json")["git"] == {
+        "commit": commit.stdout.strip(),
+        "branch": "mine",
+        "diff": "uncommitted.diff",
+    }
+    assert "+print('code on'" in (lab.latest.path / "uncommitted.diff").read_text()
     assert lab.latest.read("workers.json")["ranks"][0]["host"] == cluster.host(2)
     assert f"code on {cluster.host(2)} {cluster.folder}/n2/" in lab.latest.log.read_text()
     assert "True" not in re.findall(r"^code on .*", lab.latest.log.read_text(), re.MULTILINE)[0]
@@ -442,6 +471,7 @@ def test_a_job(cluster: nodes.Nodes, copy: Path, tmp_path: Path) -> None:
     ask = f"import requests; print(requests.get('{DASHBOARD}/api/jobs/').text)"
     known = cluster.run(sys.executable, "-c", ask).stdout
     assert job_of(output).removeprefix("job:").partition("@")[0] in known
+    assert '"RAY_JOB_STOP_WAIT_TIME_S": "60"' in known
     assert SECRET not in known
 
     # What only the cluster can know is said there, and has its exit code.

@@ -89,6 +89,10 @@ def submit(request: elsewhere.Request) -> int:
         try:
             with tempfile.TemporaryDirectory(prefix="manta-") as folder:
                 _send(client, config, job, command, Path(folder))
+        except KeyboardInterrupt:
+            print(f"\nInterrupted while it was being sent. Should it be there all the same:\n{job.ways()}", flush=True)
+            return INTERRUPTED
+        try:
             return _follow(client, job)
         except KeyboardInterrupt:
             return _let_go(client, job, config.cluster.stop_on_interrupt)
@@ -167,6 +171,10 @@ def _send(client: Any, config: Config, job: Job, command: str, folder: Path) -> 
     outside = (Path(config.data.root), config.storage.folder, Path(config.storage.cache))
     package = pack(elsewhere.PROJECT, folder / "code.zip", DASHBOARD_CLIENT_MAX_SIZE, outside)
     print(f"Package: {package}", flush=True)
+    if (elsewhere.PROJECT / "conf" / "local" / "default.yaml").is_file():
+        print(
+            "conf/local/default.yaml stays here: what else it sets is to be typed, if it counts there too.", flush=True
+        )
     with _explained(job.address):
         client.submit_job(
             entrypoint=command,

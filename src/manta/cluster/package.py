@@ -1,5 +1,6 @@
 """The code of the project as one archive: what git would take, and never data, results, secrets or environments."""
 
+import json
 import logging
 import os
 import subprocess
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from manta.errors import MantaError
+from manta.runs import SENT, version
 
 NEVER = (".git", ".ssh", ".aws", "__pycache__", "node_modules", ".env")
 """Names that are left out wherever they are, and `.env.*` with them."""
@@ -67,6 +69,9 @@ def pack(project: Path, archive: Path, limit: int, without: tuple[Path, ...] = (
             if package.size <= limit:  # beyond it only sizes are of interest
                 _add(zipped, file, str(name))
                 package.size = archive.stat().st_size
+        if (known := _version(project)) is not None:
+            zipped.writestr(zipfile.ZipInfo(SENT), known, zipfile.ZIP_DEFLATED)
+            package.files.append(SENT)
     if package.size > limit or archive.stat().st_size > limit:
         largest = ", ".join(f"{name} {megabytes(size)}" for name, size in sizes.most_common(4))
         raise MantaError(
@@ -90,6 +95,14 @@ def _add(zipped: zipfile.ZipFile, file: Path, name: str) -> None:
         raise MantaError(
             f"{file} cannot be read: {error.strerror}. Name it in .gitignore if the cluster can do without."
         ) from error
+
+
+def _version(project: Path) -> str | None:
+    """What git knows of the code, for the provenance of the run; what never travels is not in it."""
+    names = [*NEVER, ".env.*", *(f"{name}/**" for name in NEVER)]
+    without = [f":(exclude,glob)**/{name}" for name in names] + [f":(exclude){name}" for name in NEVER_HERE]
+    found = version(project, ".", *without)
+    return json.dumps(found) if found["commit"] else None
 
 
 def _candidates(project: Path) -> Iterator[Path]:
