@@ -197,6 +197,9 @@ def test_paths_that_would_be_lost_are_refused() -> None:
     assert arguments(*shared) == here
     assert arguments(*shared, "data=fashion_mnist", "data.root=/shared/data") == ["data=fashion_mnist", *here, "data.root=/shared/data"]  # fmt: skip
     assert arguments(*shared, "resume=latest") == ["resume=latest", *here]
+    # A run that is resumed has its own data.root; that of conf/local is for new ones.
+    config = dataclasses.replace(make_config(*shared, "data.root=/local/data"), resume="latest")
+    assert job.arguments(elsewhere.Request(config, [*shared, "resume=latest"])) == ["resume=latest", *here]
     absolute = "resume=/shared/outputs/2026-11-30/10-00-00"
     assert arguments(*JOB, absolute) == [absolute, *here[:2]]
     bucket = arguments(*JOB, "storage.path=s3://bucket/runs")
