@@ -45,8 +45,9 @@ def _ip(*arguments: str) -> None:
 class Nodes:
     """Node 1 is the head, without CPUs; the others have one each, unless told otherwise."""
 
-    def __init__(self, folder: Path, tag: str) -> None:
-        self.folder, self.tag = folder, tag
+    def __init__(self, folder: Path, tag: str, dashboard: bool = False) -> None:
+        """Args: dashboard: of the head, at http://127.0.0.1:8265 of its own, and at its address."""
+        self.folder, self.tag, self.dashboard = folder, tag, dashboard
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self._nets: set[int] = set()
         (folder / "home").mkdir()
@@ -77,7 +78,8 @@ class Nodes:
         (place / "tmp").mkdir(parents=True)
         hosts = self.folder / f"hosts{node}"
         hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{NET}.{k} {self.host(k)}\n" for k in range(1, 10)))
-        head = ["--head", "--port=6379", "--num-cpus=0", "--include-dashboard=false"]
+        head = ["--head", "--port=6379", "--num-cpus=0", f"--include-dashboard={str(self.dashboard).lower()}"]
+        head += ["--dashboard-host=0.0.0.0"] if self.dashboard else []
         role = head if node == 1 else [f"--address={self.address}", "--num-cpus=1"]
         role += more  # the last of two counts
         ray = [
@@ -107,8 +109,11 @@ class Nodes:
 
     def _first(self, node: int) -> int:
         """Pid, seen from here, of the node's first process."""
-        pid = self.processes[node].pid
-        return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+        children, deadline = Path("/proc/{0}/task/{0}/children".format(self.processes[node].pid)), time.monotonic() + 10
+        while not children.read_text():  # it is just being started
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return int(children.read_text().split()[0])
 
     def command(self, node: int, *arguments: str) -> list[str]:
         """Arguments as a command on a node."""

@@ -33,6 +33,7 @@ from manta.errors import FAILED as FAILED_CODE
 from manta.errors import MantaError
 
 RUNNING, FINISHED, FAILED, INTERRUPTED = "running", "finished", "failed", "interrupted"
+SENT = ".sent.json"  # in code that was sent to a cluster, which has no .git: `version` of where it came from
 META = "meta.json"  # makes a directory a checkpoint
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux
 
@@ -162,15 +163,14 @@ class RunDir:
 
     def _provenance(self, attempt: int) -> dict[str, Any]:
         code = Path(__file__).resolve().parents[2]
-        commit, diff = _git(code, "rev-parse", "HEAD"), _git(code, "diff", "HEAD")
-        diff_file = None
-        if diff:
+        found, diff_file = version(code), None
+        if found["diff"]:
             diff_file = "uncommitted.diff" if attempt == 1 else f"uncommitted-{attempt}.diff"
-            (self.path / diff_file).write_text(diff + "\n")
+            (self.path / diff_file).write_text(found["diff"] + "\n")
         packages = {d.metadata["Name"]: d.version for d in metadata.distributions() if d.metadata["Name"]}
         return {
             "command": shlex.join([os.path.basename(sys.executable), *sys.argv]),
-            "git": {"commit": commit, "branch": _git(code, "rev-parse", "--abbrev-ref", "HEAD"), "diff": diff_file},
+            "git": {**found, "diff": diff_file},
             "python": platform.python_version(),
             "ray": packages.get("ray"),
             "packages": dict(sorted(packages.items())),
@@ -195,9 +195,24 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
+def version(code: Path, *without: str) -> dict[str, str | None]:
+    """What git says of code: `commit`, `branch` and `diff`, its changes; of code that was sent to a cluster, what it said before.
+
+    Args:
+        without: what is not looked at, as git's pathspecs.
+    """
+    if (code / SENT).is_file():
+        return json.loads((code / SENT).read_text())
+    return {
+        "commit": _git(code, "rev-parse", "HEAD"),
+        "branch": _git(code, "rev-parse", "--abbrev-ref", "HEAD"),
+        "diff": _git(code, "diff", "HEAD", "--", *without),
+    }
+
+
 def commit() -> str | None:
     """The git commit of this code."""
-    return _git(Path(__file__).resolve().parents[2], "rev-parse", "HEAD")
+    return version(Path(__file__).resolve().parents[2])["commit"]
 
 
 def _gpus() -> list[str]:

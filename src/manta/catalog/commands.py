@@ -4,11 +4,14 @@ import argparse
 import os
 import re
 import shlex
+import signal
+import socket
 import sys
+import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,6 +20,7 @@ from manta.catalog import details, listing, paper, remove, render, rerun
 from manta.catalog.choose import add_filters, chosen, has_filters
 from manta.catalog.entries import Entry, newest, pick, scan
 from manta.catalog.settings import Defaults
+from manta.cluster import elsewhere
 from manta.config import Storage, absolute, from_hydra
 from manta.env import load_env_file
 from manta.errors import FAILED, FINISHED, MantaError, exit_code, nearest
@@ -160,6 +164,10 @@ def make_parser(script: str) -> ArgumentParser:
     told.add_argument("--tracking-uri", metavar="URI", help="of MLflow, instead of the run's own")
     brought = add("upload", "Bring to its bucket what is not there yet (storage.path=s3://...).", many="runs")
     brought.add_argument("runs", nargs="+", metavar="RUN", help=RUN_HELP)
+    followed = add("logs", "What a run says, as it comes; its exit code, if it runs on a cluster.")
+    followed.add_argument("run", metavar="RUN", help=f"{RUN_HELP}; or job:<id>@<address>")
+    stopped = add("stop", "Ask a run that trains to end after a checkpoint.")
+    stopped.add_argument("run", metavar="RUN", help=f"{RUN_HELP}; or job:<id>@<address>")
     exported = add("csv", "The metrics of a run as CSV, one row a report.")
     exported.add_argument("run", metavar="RUN", help=RUN_HELP)
     exported.add_argument("--output", metavar="FILE", help="write there instead of to the terminal")
@@ -356,6 +364,45 @@ def _upload(arguments: Namespace, hand: Hand) -> int:
     return code
 
 
+def _logs(arguments: Namespace, hand: Hand) -> int:
+    if found := elsewhere.find(arguments.run):
+        module, name = found
+        return int(module.logs(name))
+    run = RunDir(hand.pick(arguments.run).path)
+    if not run.log.is_file() and runs.launcher(run) is None:
+        raise MantaError(f"{run} has no train.log.")
+    while not run.log.is_file():
+        time.sleep(0.2)
+    with open(run.log, errors="replace") as file:
+        while True:
+            runs_on = runs.launcher(run) is not None  # asked before the last lines are read
+            for text in iter(partial(file.read, 1 << 16), ""):
+                sys.stdout.write(text)
+            sys.stdout.flush()
+            if not runs_on:
+                return FINISHED
+            time.sleep(0.5)
+
+
+def _stop(arguments: Namespace, hand: Hand) -> int:
+    if found := elsewhere.find(arguments.run):
+        module, name = found
+        return int(module.stop(name))
+    run = RunDir(hand.pick(arguments.run).path)
+    process = runs.launcher(run)
+    if not process:
+        raise MantaError(f"{run} is not running: there is nothing to stop.")
+    host, pid = process["host"], process["pid"]
+    if host != socket.gethostname():
+        raise MantaError(f"{run} runs on {host}. Stop it there: kill -TERM {pid}")
+    try:
+        os.kill(pid, signal.SIGTERM)
+    except OSError as error:
+        raise MantaError(f"{run}: its process {pid} cannot be stopped: {error.strerror}.") from error
+    print(f"{run} is asked to stop after a checkpoint.")
+    return FINISHED
+
+
 def _sync(arguments: Namespace, hand: Hand) -> int:
     from manta.tracking.sync import sync
 
@@ -397,5 +444,7 @@ COMMANDS: dict[str, Callable[[Namespace, Hand], int]] = {
     "csv": _csv,
     "sync": _sync,
     "clean": _clean,
+    "logs": _logs,
+    "stop": _stop,
     "upload": _upload,
 }

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 from manta.config import CLUSTER_KINDS, Config
 from manta.errors import MantaError
@@ -74,3 +75,9 @@ def submit(request: Request) -> int:
         MantaError: it cannot be done.
     """
     return int(import_module(f"manta.cluster.{request.config.cluster.kind}").submit(request))
+
+
+def find(spec: str) -> tuple[ModuleType, str] | None:
+    """Of what is named `<kind>:<name>`, the module of its kind, which has `logs(name)` and `stop(name)`, and its name."""
+    kind, colon, name = spec.partition(":")
+    return (import_module(f"manta.cluster.{kind}"), name) if colon and kind in KINDS else None
