@@ -72,6 +72,11 @@ NUMBERS = {
     "cluster.num_gpus": ">= 0, <= 10000",
     "cluster.object_store_memory": f">= {75 * 2**20}",  # Ray's own minimum
     "cluster.wait_s": ">= 0",
+    "cluster.slurm.nodes": ">= 1, <= 100000",
+    "cluster.slurm.cpus_per_task": ">= 1",
+    "cluster.slurm.signal_s": ">= 10, <= 65535",  # sbatch's own limit
+    "cluster.slurm.max_requeues": ">= 0",
+    "cluster.slurm.max_array_tasks": ">= 1",
     "storage.finish_s": ">= 0",
     "tracking.finish_s": "> 0",
     "search.num_samples": ">= 1, <= 1000000",
