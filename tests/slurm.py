@@ -53,7 +53,18 @@ class Slurm:
             "RAY_USAGE_STATS_ENABLED": "0",
             **environment,
         }
-        inside = ["nsenter", "-t", str(self._first()), "-p", "-m", "-n", "-i", "-u", f"--wd={self.folder / 'work'}", "--"]
+        inside = [
+            "nsenter",
+            "-t",
+            str(self._first()),
+            "-p",
+            "-m",
+            "-n",
+            "-i",
+            "-u",
+            f"--wd={self.folder / 'work'}",
+            "--",
+        ]
         return subprocess.run(
             [*inside, *command], env=variables, capture_output=True, text=True, timeout=timeout, check=False
         )
@@ -89,7 +100,11 @@ class Slurm:
 
     def logs(self) -> str:
         """Of the jobs and of SLURM itself, from their ends."""
-        files = [*self.folder.glob("**/clusters/*.log"), *(self.folder / "log").glob("*"), *self.folder.glob("work/*.out")]
+        files = [
+            *self.folder.glob("**/clusters/*.log"),
+            *(self.folder / "log").glob("*"),
+            *self.folder.glob("work/*.out"),
+        ]
         return "\n".join(f"--- {file}\n{file.read_text(errors='replace')[-4000:]}" for file in files)
 
     def close(self) -> None:

@@ -19,6 +19,8 @@ configure() { # FOLDER NODES LINES
     { echo "127.0.0.1 localhost"; echo "10.77.0.254 login"; for i in $(seq "$2"); do echo "10.77.0.$i n$i"; done; } >"$1/etc/hosts"
     cat >"$1/etc/slurm.conf" <<END
 ClusterName=lab
+# Ray's folders have the number in their names, and are in the one /tmp.
+FirstJobId=$((1000 + RANDOM * 10))
 SlurmctldHost=login(10.77.0.254)
 SlurmUser=root
 SlurmdUser=root

@@ -5,12 +5,15 @@ shift 4
 folder=${RAY_TMPDIR:-/tmp}/manta-$SLURM_JOB_ID-$SLURMD_NODENAME # short: sockets are in it
 rm -rf "$folder"
 mkdir -m 700 "$folder" || exit
-"$python" -m ray.scripts.scripts start "$@" --num-cpus="$cpus" --num-gpus="$gpus" $memory --temp-dir="$folder" \
+# Without SIGTERM: scancel sends it to every process of the job, and with Ray gone at once nothing could be saved.
+blocked='import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]); os.execv(sys.executable, sys.argv[1:])'
+"$python" -c "$blocked" "$python" -m ray.scripts.scripts start "$@" --num-cpus="$cpus" --num-gpus="$gpus" $memory --temp-dir="$folder" \
     --disable-usage-stats --block >"$folder/start.log" 2>&1 &
 ray=$!
 trap 'ended=1; kill -KILL "$ray" 2>/dev/null' USR2 # all that it has started dies with it
-trap ended=1 TERM # of scancel, which Ray gets too
-until wait "$ray"; code=$?; ! kill -0 "$ray" 2>/dev/null; do :; done
-[ -n "$ended" ] || { echo "slurm: Ray on $SLURMD_NODENAME ended with $code:"; tail -n 30 "$folder/start.log"; }
+trap : TERM
+until { wait "$ray"; code=$?; } 2>/dev/null && ! kill -0 "$ray" 2>/dev/null; do :; done
+[ -z "$ended" ] || code=0
+[ "$code" = 0 ] || { echo "slurm: Ray on $SLURMD_NODENAME ended with $code:"; tail -n 30 "$folder/start.log"; }
 rm -rf "$folder"
 exit "$code"

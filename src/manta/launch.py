@@ -303,17 +303,23 @@ class Launch:
             view.note("".join(traceback.format_exception(error)))
             failure = error if isinstance(error, MantaError) else runs.storage_failure(error, run) or error
             code = failure.code if isinstance(failure, MantaError) else FAILED
+            if self.interrupts.asked() and code == FAILED:  # it lost its workers, say, which were told to end too
+                view.say(f"While it was stopping: {failure}")
+                return self._ended(run, runs.INTERRUPTED, result, began)
             if before is not None and code == INVALID:  # what cannot be is not what the run continues with next time
                 (run.path / "config.yaml").write_bytes(before)
             self._record_failure(run, str(failure), code)
             if failure is error:
                 raise
             raise failure from error
+        return self._ended(run, state, result, began)
+
+    def _ended(self, run: RunDir, state: str, result: Callable[[RunDir, str, float], Any], began: float) -> Outcome:
         code = FINISHED if state == runs.FINISHED else INTERRUPTED
         run.update_status(state=state, finished=runs.now(), exit_code=code)
         _set_summary_state(run, state)
         self._settle(run, state)
-        view.say(result(run, state, time.monotonic() - began))
+        self.view.say(result(run, state, time.monotonic() - began))
         return Outcome(code, run)
 
     def _record_failure(self, run: RunDir, message: str, code: int) -> None:

@@ -34,7 +34,9 @@ from manta.errors import MantaError
 
 RUNNING, FINISHED, FAILED, INTERRUPTED = "running", "finished", "failed", "interrupted"
 META = "meta.json"  # makes a directory a checkpoint
-RUN_FILE = "MANTA_RUN_FILE"  # environment: a file that gets the run's directory, for a job that must resume its very run
+RUN_FILE = (
+    "MANTA_RUN_FILE"  # environment: a file that gets the run's directory, for a job that must resume its very run
+)
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux
 
 # Environment that changes results or behaviour; never a name that smells of a secret.

@@ -4,6 +4,7 @@ Imports nothing heavy.
 """
 
 import dataclasses
+import math
 import os
 import re
 import shlex
@@ -33,7 +34,19 @@ _SETTINGS = {
     "--gpus-per-node": "gpus_per_node", "--mem": "mem", "--signal": "signal_s", "--requeue": "requeue",
     "--no-requeue": "requeue",
 }  # fmt: skip
-_OURS = ("--output", "-o", "--error", "-e", "--open-mode", "--array", "-a", "--ntasks", "-n", "--ntasks-per-node", "--wrap")
+_OURS = (
+    "--output",
+    "-o",
+    "--error",
+    "-e",
+    "--open-mode",
+    "--array",
+    "-a",
+    "--ntasks",
+    "-n",
+    "--ntasks-per-node",
+    "--wrap",
+)
 
 
 def submit(request: Request) -> int:
@@ -58,7 +71,9 @@ def submit(request: Request) -> int:
         return FINISHED
     number = _sbatch(script)
     log = script.with_suffix("")
-    logs = [f"{log}-{number}.log"] if not request.jobs else [f"{log}-{number}_{i}.log" for i in range(len(request.jobs))]
+    logs = (
+        [f"{log}-{number}.log"] if not request.jobs else [f"{log}-{number}_{i}.log" for i in range(len(request.jobs))]
+    )
     rows = [
         ("job", f"{number}, an array of {len(request.jobs)}" if request.jobs else number),
         ("script", runs.short(script)),
@@ -81,8 +96,8 @@ def problems(config: Config, send: bool) -> Iterator[str]:
             "file: cluster.slurm.submit=false"
         )
     yield from _time(settings)
-    yield from _options(settings)
-    yield from _fit(config)
+    wrong = list(_options(settings))
+    yield from wrong or _fit(config)
     if config.cluster.stop_on_interrupt:
         yield "cluster.stop_on_interrupt=true: with cluster=slurm the command ends at once, and the job goes on. Leave it out."
     if settings.nodes > 1 and scaling.num_workers == 0:
@@ -143,38 +158,52 @@ def _options(settings: Slurm) -> Iterator[str]:
         yield f"cluster.slurm.gpus_per_node={settings.gpus_per_node} must be a number or type:number, e.g. a100:4."
 
 
+def _gpus(config: Config) -> int:
+    """Of a node, as far as settings say."""
+    return int(str(config.cluster.slurm.gpus_per_node or 0).rpartition(":")[2]) or config.cluster.num_gpus or 0
+
+
+def _on_gpu(config: Config) -> bool:
+    scaling = config.scaling
+    if scaling.use_gpu is not None:
+        return scaling.use_gpu
+    by_hand = any("gpu" in option for option in config.cluster.slurm.directives)
+    return scaling.resources_per_worker.get("GPU") != 0 and (_gpus(config) > 0 or by_hand)
+
+
+def _cpus(config: Config) -> int | None:
+    """Of a node: what was asked for, or what its workers need; None is left to SLURM."""
+    settings, workers = config.cluster.slurm, config.scaling.num_workers
+    each = config.scaling.resources_per_worker.get("CPU")
+    if settings.cpus_per_task is not None or not isinstance(workers, int) or (_on_gpu(config) and each is None):
+        return settings.cpus_per_task
+    return math.ceil(max(workers, 1) / settings.nodes) * math.ceil(each or 1)
+
+
 def _fit(config: Config) -> Iterator[str]:
     """More workers than the allocation will hold."""
     settings, scaling = config.cluster.slurm, config.scaling
-    given, workers = scaling.resources_per_worker, scaling.num_workers
-    gpu = given.get("GPU")
-    gpus = int(str(settings.gpus_per_node or 0).rpartition(":")[2]) if _options_are_fine(settings) else 0
-    declared = gpus or config.cluster.num_gpus or 0
+    given, workers, gpus = scaling.resources_per_worker, scaling.num_workers, _gpus(config)
     by_hand = any("gpu" in option for option in settings.directives)
-    if (scaling.use_gpu or gpu) and not declared and not by_hand:
+    if (scaling.use_gpu or given.get("GPU")) and not gpus and not by_hand:
         yield (
             "scaling asks for GPUs, and the job for none. Set cluster.slurm.gpus_per_node=4, say (where a site gives whole "
             "nodes without counting GPUs, cluster.num_gpus=4)."
         )
     if not isinstance(workers, int):
         return
-    on_gpu = scaling.use_gpu if scaling.use_gpu is not None else gpu != 0 and gpus > 0
-    if on_gpu and declared and workers > settings.nodes * int(declared / (gpu or 1)):
+    gpu, cpu, cpus = given.get("GPU") or 1, given.get("CPU"), settings.cpus_per_task
+    if _on_gpu(config) and gpus and workers > settings.nodes * int(gpus / gpu):
         yield (
-            f"scaling.num_workers={workers} with {gpu or 1:g} GPU each do not fit into cluster.slurm.nodes={settings.nodes} x "
-            f"{declared} GPUs. Set fewer workers, or more nodes or cluster.slurm.gpus_per_node."
+            f"scaling.num_workers={workers} with {gpu:g} GPU each do not fit into cluster.slurm.nodes={settings.nodes} x "
+            f"{gpus} GPUs. Set fewer workers, or more nodes or cluster.slurm.gpus_per_node."
         )
-    cpus, cpu = settings.cpus_per_task, given.get("CPU") or (None if on_gpu else 1)
+    cpu = cpu or (None if _on_gpu(config) else 1)
     if cpus and cpu and workers > settings.nodes * int(cpus / cpu):
         yield (
             f"scaling.num_workers={workers} with {cpu:g} CPU each do not fit into cluster.slurm.nodes={settings.nodes} x "
-            f"cluster.slurm.cpus_per_task={cpus}. Set fewer workers, or cluster.slurm.cpus_per_task="
-            f"{-(-workers // settings.nodes) * max(int(cpu), 1)}."
+            f"cluster.slurm.cpus_per_task={cpus}. Set fewer workers, or leave cluster.slurm.cpus_per_task null."
         )
-
-
-def _options_are_fine(settings: Slurm) -> bool:
-    return not list(_options(settings))
 
 
 def _write(config: Config, request: Request) -> Path:
@@ -204,6 +233,7 @@ def render(config: Config, request: Request, path: Path) -> str:
     """The job's file, to be written to `path`."""
     cluster, settings = config.cluster, config.cluster.slurm
     stem = path.with_suffix("")
+    again = [o for o in request.overrides if name_of(o).startswith("cluster.") and name_of(o) != "cluster.slurm.submit"]
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _directives(config, request, stem)), ""]
     lines += [f"cd {shlex.quote(os.getcwd())} || exit"]
     lines += [f"module load {shlex.quote(module)}" for module in settings.modules]
@@ -217,7 +247,7 @@ def render(config: Config, request: Request, path: Path) -> str:
         "wait_s": f"{cluster.wait_s:g}",
         "max_requeues": settings.max_requeues if settings.requeue else 0,
         "run_file": stem,
-        "go_on": shlex.join(["cluster=slurm", *(o for o in request.overrides if name_of(o).startswith("cluster."))]),
+        "go_on": shlex.join(["cluster=slurm", *again]),
     }
     lines += [f"{name}={'' if value is None else shlex.quote(str(value))}" for name, value in values.items()]
     storage = [override for override in request.overrides if name_of(override).startswith("storage.")]
@@ -233,7 +263,8 @@ def _directives(config: Config, request: Request, stem: Path) -> Iterator[str]:
     yield f"--nodes={settings.nodes}"
     yield "--ntasks-per-node=1"
     for name in ("partition", "account", "qos", "constraint", "time", "cpus_per_task", "gpus_per_node", "mem"):
-        if (value := getattr(settings, name)) is not None:
+        value = _cpus(config) if name == "cpus_per_task" else getattr(settings, name)
+        if value is not None:
             yield f"--{name.replace('_', '-')}={shlex.quote(str(value))}"
     yield f"--signal=B:USR1@{settings.signal_s}"
     yield "--requeue" if settings.requeue else "--no-requeue"
@@ -284,7 +315,9 @@ def _sbatch(script: Path) -> str:
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise MantaError(f"sbatch has not answered for {ANSWER_S} s. Look with squeue --me, then try: sbatch {script}") from error
+        raise MantaError(
+            f"sbatch has not answered for {ANSWER_S} s. Look with squeue --me, then try: sbatch {script}"
+        ) from error
     if done.returncode != 0:
         raise MantaError(f"sbatch refused {runs.short(script)}: {done.stderr.strip() or done.stdout.strip()}")
     if done.stderr.strip():
