@@ -80,7 +80,7 @@ def test_the_file(tmp_path: Path, sbatch: Path, capsys: pytest.CaptureFixture[st
         assert line in body.splitlines(), line
     assert (sbatch.parent / "sbatch.arguments").read_text() == f"--parsable {script}\n"
     said = capsys.readouterr().out
-    for wanted in ("42", f"tail -F {stem}-42.log", "scancel --batch --signal=TERM 42"):
+    for wanted in ("42", f"tail -F {stem}-42.log", "scancel 42 "):
         assert wanted in said
 
 
@@ -335,6 +335,22 @@ class TestReal:
         assert_identical(
             runs[1] or lab.latest, reference(lab, "scaling=in_process", "seed=2", SLOW.replace("0.1", "0"))
         )
+
+    def test_a_file_of_ones_own(self, cluster: Slurm, lab: Lab) -> None:
+        """The example, with other overrides: what it requeues is its own run too."""
+        text = (ROOT / "scripts" / "slurm" / "single_node.sbatch").read_text()
+        overrides = shlex.join(["scaling=in_process", f"storage.path={lab.folder}", *SETTINGS, SLOW])
+        text = text.replace("--cpus-per-task=8", "--cpus-per-task=2").replace(".venv/bin/python", sys.executable)
+        text = text.replace("(model=cnn training.epochs=20)", f"({overrides})").replace(
+            ". scripts", f". {ROOT}/scripts"
+        )
+        (lab.folder / "mine.sbatch").write_text(text)
+        number = cluster.login("sbatch", "--parsable", str(lab.folder / "mine.sbatch")).stdout.strip()
+        signalled(cluster, lab, number, "--batch", "--signal=USR1")
+        found = cluster.wait(number, "COMPLETED")
+        assert found["Restarts"] == "1"
+        assert lab.latest.read("status.json")["attempts"] == 2
+        assert (cluster.folder / "work" / f"slurm-{number}.run").read_text() == f"{lab.latest.path}\n"
 
     def test_a_failure_stays_one(self, cluster: Slurm, lab: Lab) -> None:
         """Its exit code is the job's, and it is not put back."""

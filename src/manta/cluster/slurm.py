@@ -80,7 +80,7 @@ def submit(request: Request) -> int:
         ("log", runs.short(Path(logs[0])) + (f" ... _{len(logs) - 1}.log" if len(logs) > 1 else "")),
         ("follow", f"tail -F {_quoted(Path(logs[0]))}"),
         ("state", f"squeue --jobs={number}"),
-        ("stop", f"scancel --batch --signal=TERM {number}     (after a checkpoint; scancel {number}: at once)"),
+        ("stop", f"scancel {number}     (a checkpoint first, if it takes less than the site's KillWait, mostly 30 s)"),
         ("requeue", f"scancel --batch --signal=USR1 {number}     (after a checkpoint)"),
     ]
     view.say(table("Submitted", rows))
