@@ -92,6 +92,11 @@ NUMBERS = {
     "cluster.cloud.max_workers": ">= 1, <= 10000",
     "cluster.cloud.idle_timeout_minutes": "> 0",
     "cluster.cloud.disk_gb": ">= 1",
+    "cluster.slurm.nodes": ">= 1, <= 100000",
+    "cluster.slurm.cpus_per_task": ">= 1",
+    "cluster.slurm.signal_s": ">= 10, <= 65535",  # sbatch's own limit
+    "cluster.slurm.max_requeues": ">= 0",
+    "cluster.slurm.max_array_tasks": ">= 1",
     "storage.finish_s": ">= 0",
     "tracking.finish_s": "> 0",
     "search.num_samples": ">= 1, <= 1000000",

@@ -208,10 +208,46 @@ class Scaling:
 
 @dataclass
 class Slurm:
-    """A job of SLURM. The names are sbatch's."""
+    """A job of SLURM. The names are sbatch's; what is null is left to the site."""
 
+    job_name: str | None = None
+    """Null = the run's `name`, else manta."""
     partition: str | None = None
-    """Null = the site's default."""
+    """Where to queue."""
+    account: str | None = None
+    """Who pays."""
+    qos: str | None = None
+    """Quality of service."""
+    constraint: str | None = None
+    """Features that nodes must have."""
+    time: str | None = None
+    """Time limit: hours:minutes:seconds or days-hours:minutes:seconds; in a file in quotes. Null = the partition's."""
+    nodes: int = 1
+    """Machines. With more than one, a Ray of this job alone runs over all of them."""
+    cpus_per_task: int | None = None
+    """CPUs of each node; null = as many as its workers on CPU ask for; with GPUs what the site gives."""
+    gpus_per_node: int | str | None = None
+    """GPUs of each node: a number, or type:number."""
+    mem: str | None = None
+    """Memory of each node, e.g. 64G."""
+    directives: list[str] = field(default_factory=list)
+    """Any other options of sbatch: ["--exclusive", "--mail-type=END"]."""
+    modules: list[str] = field(default_factory=list)
+    """Loaded in the job, `module load`."""
+    setup: list[str] = field(default_factory=list)
+    """Lines of bash before training, e.g. "source env/bin/activate". They are written to the job's file: no secrets."""
+    python: str | None = None
+    """Interpreter in the job; null = the one of this command, by its path; python = what `modules` and `setup` give."""
+    signal_s: int = 120
+    """Seconds before the time limit to write a checkpoint and requeue. SLURM may be up to 60 s early, not late."""
+    requeue: bool = True
+    """Put the job back into the queue at its time limit and when SLURM loses a node: it then resumes its run."""
+    max_requeues: int = 100
+    """How often a job requeues itself at most."""
+    max_array_tasks: int | None = None
+    """Of a multirun, which is one array: jobs at once at most; null = as many as SLURM allows."""
+    submit: bool = True
+    """False = only write the job's file."""
 
 
 @dataclass

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SAME_S = 3.0
+"""Within so many seconds SIGTERM or SIGUSR1 again is the same request: batch systems signal every process of a job, and shells
+and launchers in it pass the signal on."""
 END_S = 10.0
 """How long training may take to end after it was told that it is stuck."""
 
@@ -54,6 +57,7 @@ class Interrupts:
         """Asks the training that is under way to stop; raises KeyboardInterrupt if there is nothing to save yet."""
         self.failure: MantaError | None = None
         """Raised in the main thread at the next signal."""
+        self._last: tuple[int, float] = 0, 0.0
 
     def asked(self) -> bool:
         return self.count > 0
@@ -87,6 +91,9 @@ class Interrupts:
         if self.failure is not None:
             error, self.failure = self.failure, None
             raise error
+        before, self._last = self._last, (number, time.monotonic())
+        if number != signal.SIGINT and before[0] == number and time.monotonic() - before[1] < SAME_S:
+            return
         self.count += 1
         if self.count > 1 or self.ask is None:
             for each in _SIGNALS:  # what ends now ends undisturbed
@@ -283,6 +290,7 @@ class Launch:
         began = time.monotonic()
         try:
             run.begin(self.config, self.overrides)
+            run.tell_name()
             if self.space is not None and self.previous is None:
                 self.space.save(run)
             if self.previous is None:
@@ -298,17 +306,23 @@ class Launch:
             view.note("".join(traceback.format_exception(error)))
             failure = error if isinstance(error, MantaError) else runs.storage_failure(error, run) or error
             code = failure.code if isinstance(failure, MantaError) else FAILED
+            if self.interrupts.asked() and code == FAILED:  # it lost its workers, say, which were told to end too
+                view.say(f"While it was stopping: {failure}")
+                return self._ended(run, runs.INTERRUPTED, result, began)
             if before is not None and code == INVALID:  # what cannot be is not what the run continues with next time
                 (run.path / "config.yaml").write_bytes(before)
             self._record_failure(run, str(failure), code)
             if failure is error:
                 raise
             raise failure from error
+        return self._ended(run, state, result, began)
+
+    def _ended(self, run: RunDir, state: str, result: Callable[[RunDir, str, float], Any], began: float) -> Outcome:
         code = FINISHED if state == runs.FINISHED else INTERRUPTED
         run.update_status(state=state, finished=runs.now(), exit_code=code)
         _set_summary_state(run, state)
         self._settle(run, state)
-        view.say(result(run, state, time.monotonic() - began))
+        self.view.say(result(run, state, time.monotonic() - began))
         return Outcome(code, run)
 
     def _record_failure(self, run: RunDir, message: str, code: int) -> None:

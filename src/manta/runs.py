@@ -35,6 +35,9 @@ from manta.errors import MantaError
 RUNNING, FINISHED, FAILED, INTERRUPTED = "running", "finished", "failed", "interrupted"
 SENT = ".sent.json"  # in code that was sent to a cluster, which has no .git: `version` of where it came from
 META = "meta.json"  # makes a directory a checkpoint
+RUN_FILE = (
+    "MANTA_RUN_FILE"  # environment: a file that gets the run's directory, for a job that must resume its very run
+)
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux
 
 # Environment that changes results or behaviour; never a name that smells of a secret.
@@ -160,6 +163,13 @@ class RunDir:
         )
         self.write("provenance.json" if attempt == 1 else f"provenance-{attempt}.json", self._provenance(attempt))
         self.stop_file.unlink(missing_ok=True)
+
+    def tell_name(self) -> None:
+        """To who started this process and asked for it."""
+        if asked := os.environ.get(RUN_FILE):
+            aside = Path(f"{asked}.{os.getpid()}")
+            aside.write_text(f"{self.path}\n")
+            aside.replace(asked)
 
     def _provenance(self, attempt: int) -> dict[str, Any]:
         code = Path(__file__).resolve().parents[2]

@@ -4,6 +4,7 @@ import logging
 import math
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -85,14 +86,31 @@ def _start(cluster: Cluster) -> None:
 
     node = local_node(cluster)
     os.environ[_OWN] = "1"
-    ray.init(
-        address="local",
-        num_cpus=int(node["CPU"]),
-        num_gpus=int(node["GPU"]),
-        include_dashboard=False,
-        object_store_memory=cluster.object_store_memory,
-        logging_level=logging.WARNING,
-    )
+    with _deaf_to_batch_systems():
+        ray.init(
+            address="local",
+            num_cpus=int(node["CPU"]),
+            num_gpus=int(node["GPU"]),
+            include_dashboard=False,
+            object_store_memory=cluster.object_store_memory,
+            logging_level=logging.WARNING,
+        )
+
+
+@contextmanager
+def _deaf_to_batch_systems() -> Iterator[None]:
+    """In a job of SLURM, what starts in here does not get SIGTERM, which is sent to every process when a job is cancelled.
+
+    This process does, and writes a checkpoint: with Ray. (Ray itself keeps SIGINT from its processes in the same way.)
+    """
+    if "SLURM_JOB_ID" not in os.environ:
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _join(cluster: Cluster) -> None:
