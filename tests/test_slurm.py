@@ -7,6 +7,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -213,13 +214,14 @@ MINUTES = "cluster.slurm.time=20:00"
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    folder = tmp_path_factory.mktemp("slurm")
-    made = Slurm(folder)
-    try:
-        yield made
-    finally:
-        made.close()
+def cluster() -> Iterator[Slurm]:
+    # munged wants a folder that everybody may enter, which pytest's own are not.
+    with tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True) as folder:
+        made = Slurm(Path(folder))
+        try:
+            yield made
+        finally:
+            made.close()
 
 
 def submitted(cluster: Slurm, lab: Lab, *overrides: str) -> str:
@@ -251,11 +253,11 @@ def reference(lab: Lab, *overrides: str) -> RunDir:
     return other.run(*SETTINGS, *overrides)
 
 
-def assert_two_lives(cluster: Slurm, lab: Lab, number: str) -> None:
+def assert_requeued(cluster: Slurm, lab: Lab, number: str, *times: str) -> None:
     found = cluster.wait(number, "COMPLETED")
-    assert (found["Restarts"], found["ExitCode"]) == ("1", "0:0"), cluster.logs()
-    assert "slurm: requeued\n" in log(lab)
-    assert lab.latest.read("status.json")["attempts"] == 2, "one run, resumed"
+    assert found["Restarts"] in times and found["ExitCode"] == "0:0", cluster.logs()
+    assert log(lab).count("slurm: requeued\n") == int(found["Restarts"])
+    assert lab.latest.read("status.json")["attempts"] == 1 + int(found["Restarts"]), "one run, resumed"
     assert len(list(lab.folder.glob("????-??-??/*"))) == 1
     assert lab.latest.read("status.json")["state"] == "finished"
 
@@ -275,7 +277,7 @@ class TestReal:
             "scaling.use_gpu=false",
         )
         number = submitted(cluster, lab, "scaling=in_process", slow, *limit)
-        assert_two_lives(cluster, lab, number)
+        assert_requeued(cluster, lab, number, "1", "2")  # SLURM's signal may be a minute early
         assert "cluster.num_cpus=1 cluster.num_gpus=1" in (lab.latest.path / "overrides.txt").read_text(), (
             "not the machine's"
         )
@@ -288,7 +290,7 @@ class TestReal:
         spread = ("scaling.placement_strategy=STRICT_SPREAD",) if nodes == 2 else ()
         number = submitted(cluster, lab, "scaling=cpu", SLOW, MINUTES, f"cluster.slurm.nodes={nodes}", *spread)
         signalled(cluster, lab, number, "--batch", "--signal=USR1")
-        assert_two_lives(cluster, lab, number)
+        assert_requeued(cluster, lab, number, "1")
         hosts = {rank["host"] for rank in lab.latest.read("workers.json")["ranks"]}
         assert hosts == ({"n1", "n2"} if nodes == 2 else {"n1"})
         assert_identical(lab.latest, reference(lab, "scaling=cpu", SLOW.replace("0.1", "0")))
