@@ -59,10 +59,10 @@ class Job:
         if run is None:
             return WAITING if code in (None, INTERRUPTED) else runs.FINISHED if code == FINISHED else runs.FAILED
         state = str(run.read("status.json").get("state"))
-        if state == runs.RUNNING and not (runs.is_locked(run) or runs.launcher(run)):
-            return runs.INTERRUPTED  # its process was killed
-        # A resume may be refused, or cancelled, before it touches the run.
-        return runs.FAILED if state != runs.FINISHED and code not in (None, FINISHED, INTERRUPTED) else state
+        if state != runs.FINISHED and code not in (None, FINISHED, INTERRUPTED):
+            return runs.FAILED  # its process was killed, or a resume was refused before it touched the run
+        died = state == runs.RUNNING and not (runs.is_locked(run) or runs.launcher(run))
+        return runs.INTERRUPTED if died else state  # with the whole command
 
     @property
     def objective(self) -> float | None:
