@@ -209,8 +209,8 @@ def rays(process: "subprocess.Popen[str]") -> set[int]:
     while process.poll() is None:
         try:
             found |= {each.pid for each in me.children(recursive=True) if each.name() == "gcs_server"}
-            me.wait(timeout=0.5)
-        except (psutil.TimeoutExpired, psutil.NoSuchProcess):
+            process.wait(timeout=0.5)
+        except (subprocess.TimeoutExpired, psutil.NoSuchProcess):
             continue
     return found
 

@@ -11,6 +11,8 @@ from manta.request import Prepared
 from manta.runs import RunDir, short
 from manta.view import Rows, View, number, table
 
+WIDEST = 48  # a column of overrides; longer ones stick out
+
 
 @dataclass
 class Multirun:
@@ -62,7 +64,7 @@ def differences(jobs: list[Job]) -> dict[int, str]:
 
 def _rows(jobs: list[Job], states: list[str]) -> Rows:
     labels = differences(jobs)
-    width, widest = max(map(len, states), default=0), max(map(len, labels.values()), default=0)
+    width, widest = max(map(len, states), default=0), min(max(map(len, labels.values()), default=0), WIDEST)
     rows: Rows = []
     for job, state in zip(jobs, states, strict=True):
         what = job.error if state == runs.FAILED else str(job.run or "")
