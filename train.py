@@ -23,41 +23,14 @@ CODES: list[int] = []  # one a job
 TRACEBACKS = False  # HYDRA_FULL_ERROR=1 or traceback=true
 
 
-def run(cfg: DictConfig, overrides: list[str]) -> "Outcome":
-    """From a composed configuration to an outcome."""
-    from manta.checks import check
-    from manta.cluster import elsewhere
-    from manta.config import from_hydra
-    from manta.search.prepare import space_of
-
-    elsewhere.check_overrides(cfg.cluster.kind, overrides)
-    if cfg.cluster.kind in elsewhere.KINDS:
-        config = from_hydra(cfg)
-        if not cfg.resume:  # then what was saved counts, and it is there
-            check(config)
-            space_of(config, cfg, overrides, None)
-        from manta.launch import Outcome
-
-        return Outcome(elsewhere.submit(elsewhere.Request(config, overrides)), None)
-    previous = None
-    if cfg.resume:
-        from manta.resume import restore
-
-        cfg, previous = restore(cfg, overrides)
-    config = from_hydra(cfg)
-    check(config)
-    space = space_of(config, cfg, overrides, previous)
-    from manta.launch import launch
-
-    return launch(config, overrides, previous, space)
-
-
 @hydra.main(version_base="1.3", config_path=str(HERE / "conf"), config_name="config")
 def job(cfg: DictConfig) -> float | None:
-    """One run, or one of a multirun: there every job gets its turn, and the first failure becomes the exit code.
+    """One run, or a multirun that is resumed; with a launcher of Hydra's that is not ours also one job of a multirun.
 
     Returns the best value of the objective, for sweepers that optimise.
     """
+    from manta.request import run
+
     settings = HydraConfig.get()
     overrides = list(OmegaConf.to_container(settings.overrides.task, resolve=False))  # type: ignore[arg-type]
     if settings.mode == RunMode.MULTIRUN and cfg.group is None:
@@ -79,6 +52,8 @@ def job(cfg: DictConfig) -> float | None:
 
 def main() -> int:
     """Everything around Hydra: `.env` before it, its errors in our words after it."""
+    from hydra_plugins.manta_multirun import register as register_launchers
+    from manta import multirun
     from manta.commandline import check_arguments, explain, with_domains
     from manta.config import register
     from manta.env import load_env_file
@@ -87,16 +62,20 @@ def main() -> int:
     sys.argv[1:] = with_domains(sys.argv[1:])
     check_arguments(sys.argv[1:])
     register()
+    register_launchers()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
+    code = FINISHED
     try:
         job()
     except JobError as failed:
-        return failed.code
+        code = failed.code
     except MantaError:
         raise
     except Exception as error:
         raise explain(error, sys.argv[1:], HERE / "conf") from error
-    return max(CODES, default=FINISHED)
+    finally:
+        ended = multirun.end()
+    return code or ended or max(CODES, default=FINISHED)
 
 
 if __name__ == "__main__":

@@ -598,7 +598,7 @@ def test_a_bad_launch_is_refused(
 ) -> None:
     """Before Ray is started; no run directory is made, and the run that was to be resumed is as it was."""
     monkeypatch.setattr("manta.plan.gpu_count", lambda: 0)
-    monkeypatch.setattr("manta.launch.is_running", lambda: False)
+    monkeypatch.setattr("manta.launch.is_shared", lambda: False)
     monkeypatch.setattr("manta.launch.connect", lambda *_: pytest.fail("Ray would be started"))
     arguments = shlex.split(bad.arguments.replace("{here}", str(here)))
     storage = [] if any(word.startswith("storage.path=") for word in arguments) else [f"storage.path={tmp_path}"]
@@ -627,7 +627,7 @@ def test_a_plan_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], scaling: str
 ) -> None:
     """And starts nothing."""
-    monkeypatch.setattr("manta.launch.is_running", lambda: False)
+    monkeypatch.setattr("manta.launch.is_shared", lambda: False)
     monkeypatch.setattr("manta.launch.connect", lambda *_: pytest.fail("Ray would be started"))
     settings = (
         f"scaling={scaling}",

@@ -569,7 +569,8 @@ class Config:
     seed: int = 0
     """Seeds weights, sample order and every random generator of every rank."""
     resume: str | None = None
-    """`latest` or a run directory: continue that run from its last checkpoint with its own saved configuration."""
+    """`latest` or a run directory: continue that run from its last checkpoint with its own saved configuration. The folder of
+    a multirun: run those of its jobs that are missing or failed, continue those that were interrupted."""
     plan: bool = False
     """Print the plan and stop."""
     traceback: bool = False

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from manta import plan, runs, tracking
-from manta.cluster import connect, has_cuda, is_running, worker_lines
+from manta.cluster import connect, has_cuda, is_shared, worker_lines
 from manta.cluster.shared import check_nodes, other_nodes
 from manta.config import Config
 from manta.errors import FAILED, FINISHED, INTERRUPTED, INVALID, MantaError
@@ -118,9 +118,16 @@ class Outcome(NamedTuple):
 
 
 def launch(
-    config: Config, overrides: list[str], previous: RunDir | None = None, space: "Space | None" = None
+    config: Config,
+    overrides: list[str],
+    previous: RunDir | None = None,
+    space: "Space | None" = None,
+    made: Callable[[RunDir], None] = lambda run: None,
 ) -> Outcome:
     """Run a configuration, or continue `previous` with it; with a search space, search.
+
+    Args:
+        made: is told the run directory as soon as there is one.
 
     Raises:
         MantaError: the request is invalid or can never be satisfied (then nothing was written), or training failed.
@@ -141,7 +148,7 @@ def launch(
         stack.callback(view.close)
         interrupts = stack.enter_context(Interrupts(view.say).installed())
         try:
-            return Launch(config, overrides, previous, space, view, interrupts).go()
+            return Launch(config, overrides, previous, space, view, interrupts, made).go()
         except KeyboardInterrupt:
             return Outcome(INTERRUPTED, None)
         except SystemExit as error:
@@ -161,11 +168,12 @@ class Launch:
     space: "Space | None"
     view: View
     interrupts: Interrupts
+    made: Callable[[RunDir], None]
 
     def go(self) -> Outcome:
         config = self.config
-        # Inside a Ray that is up already (a job of Hydra's ray launcher) its nodes count, not this machine.
-        local = config.scaling.num_workers == 0 or (config.cluster.kind == "local" and not is_running())
+        # Of a Ray that others use too (a job of hydra/launcher=ray) the nodes count, not this machine.
+        local = config.scaling.num_workers == 0 or (config.cluster.kind == "local" and not is_shared())
         if config.storage.is_remote and not config.plan:
             from manta.storage import remote
 
@@ -252,6 +260,7 @@ class Launch:
             view.say(table("Plan", rows))
             return Outcome(FINISHED, None)
         run = self.previous or runs.create(self.config)
+        self.made(run)
         with runs.launching(run), self._followed(run) as url:
             rows = [*rows, ("results", f"{run}, and in {url}" if url else str(run))]
             return self._attempt(run, rows, execute, result, progress)

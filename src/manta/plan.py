@@ -138,17 +138,25 @@ def resolve_trial(config: Config, nodes: list[Node], own: bool = True) -> Needs:
     return needs
 
 
+def place(needs: Needs, nodes: list[Node]) -> list[Node] | None:
+    """What these nodes have left with the workers placed on them; None = there is no room."""
+    if room(needs.per_worker, nodes, needs.placement_strategy) < needs.num_workers:
+        return None
+    left = [dict(node) for node in nodes]
+    by_room = sorted(left, key=lambda node: _fit(needs.per_worker, node), reverse=True)
+    for worker in range(needs.num_workers):
+        spread = needs.placement_strategy == "STRICT_SPREAD"
+        node = by_room[worker] if spread else next(n for n in by_room if _fit(needs.per_worker, n))
+        for key, amount in needs.per_worker.items():
+            node[key] = node.get(key, 0) - amount
+    return left
+
+
 def trials_at_once(needs: Needs, nodes: list[Node]) -> int:
     """How many trials these nodes hold, when idle."""
-    free, count = [dict(node) for node in nodes], 0
-    while count < 10_000 and room(needs.per_worker, free, needs.placement_strategy) >= needs.num_workers:
-        by_room = sorted(free, key=lambda node: _fit(needs.per_worker, node), reverse=True)
-        for worker in range(needs.num_workers):
-            spread = needs.placement_strategy == "STRICT_SPREAD"
-            node = by_room[worker] if spread else next(n for n in by_room if _fit(needs.per_worker, n))
-            for key, amount in needs.per_worker.items():
-                node[key] = node.get(key, 0) - amount
-        count += 1
+    free, count = place(needs, nodes), 0
+    while free is not None and count < 10_000:
+        free, count = place(needs, free), count + 1
     return count
 
 

@@ -105,6 +105,17 @@ def restore(cfg: DictConfig, overrides: list[str]) -> tuple[DictConfig, RunDir]:
         choose(
             run, sizes
         )  # refuses before anything starts; what to do about damage is decided where the run is written
+    change(saved, cfg, overrides, run)
+    return saved, run
+
+
+def change(saved: DictConfig, cfg: DictConfig, overrides: list[str], run: RunDir) -> None:
+    """Apply to a saved configuration what a command line sets on top of it; `cfg` is composed from that.
+
+    Raises:
+        MantaError: one would make it another run.
+    """
+    is_search = bool(saved.search.algorithm)
     for override in OverridesParser.create().parse_overrides(overrides):
         key = override.key_or_group
         if key == "resume" or _is_one_of(key, ("storage",)):
@@ -127,7 +138,6 @@ def restore(cfg: DictConfig, overrides: list[str]) -> tuple[DictConfig, RunDir]:
                 raise MantaError(
                     f"{override.input_line} has the wrong type, or leads nowhere: {key} must be {wanted}."
                 ) from error
-    return saved, run
 
 
 def _storage(saved: DictConfig, cfg: DictConfig) -> Storage:

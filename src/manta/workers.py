@@ -74,7 +74,7 @@ def on_workers(
                 outcome["error"] = error
 
         thread = threading.Thread(target=fit, name="fit", daemon=True)
-        _sign_of_life(run).unlink(missing_ok=True)
+        sign_of_life(run).unlink(missing_ok=True)
         _restarts_file(run).unlink(missing_ok=True)
         restarts = Restarts(run, config.scaling, view.say)
         told = time.monotonic()
@@ -83,7 +83,7 @@ def on_workers(
             thread.join(0.2)
             draw()
             restarts.follow()
-            if time.monotonic() - told > 2 * TELL_S and not _sign_of_life(run).exists():
+            if time.monotonic() - told > 2 * TELL_S and not sign_of_life(run).exists():
                 view.say(f"Waiting for {needs} to start.")
                 told = time.monotonic()
         draw()
@@ -116,8 +116,8 @@ def _worker(payload: dict[str, Any]) -> Any:
     try:
         if os.path.isdir(payload["folder"]):  # where the command was typed, also on a cluster started elsewhere
             os.chdir(payload["folder"])
-        _sign_of_life(payload["run"]).parent.mkdir(exist_ok=True)
-        _sign_of_life(payload["run"]).touch()
+        sign_of_life(payload["run"]).parent.mkdir(exist_ok=True)
+        sign_of_life(payload["run"]).touch()
         mine = session.ray_worker(payload["run"], payload["use_gpu"], _patience(payload["config"]))
         return payload["function"](mine, payload["config"], **payload["arguments"])
     except MantaError:
@@ -150,7 +150,7 @@ def _restarts_file(run: RunDir) -> Path:
     return run.path / ".ray" / "restarts.jsonl"
 
 
-def _sign_of_life(run: RunDir) -> Path:
+def sign_of_life(run: RunDir) -> Path:
     """Exists once a worker has started."""
     return run.path / ".ray" / "started"
 
@@ -241,7 +241,7 @@ class Restarts:
         """Record what the controller has written since the last call."""
         lines = read_lines(_restarts_file(self.run))
         for line in lines[self._read :]:
-            _sign_of_life(self.run).unlink(missing_ok=True)  # until the next group is there, it is said that we wait
+            sign_of_life(self.run).unlink(missing_ok=True)  # until the next group is there, it is said that we wait
             self.record(**line)
         self._read = len(lines)
         found = self.run.read("workers.json") if self._before is not None else None

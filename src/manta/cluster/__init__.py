@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 from manta import plan
@@ -32,6 +33,9 @@ _ENVIRONMENT = {
 
 _OWN = "MANTA_OWN_RAY"  # inherited by all processes of a Ray that `connect` starts
 
+JOIN = "MANTA_JOIN_RAY"
+"""In the environment of a multirun's jobs that run side by side: the address of the Ray that they share."""
+
 ANSWER_S = 5
 """How long a cluster may take to answer."""
 TELL_S = 15
@@ -49,6 +53,42 @@ def is_own() -> bool:
     return is_running() and _OWN in os.environ
 
 
+def is_shared() -> bool:
+    """Whether others use the Ray that a launch gets, although it asks for one of its own."""
+    return JOIN in os.environ or (is_running() and _kept.cluster is None)
+
+
+class _Kept:
+    """A Ray that outlives the launch that started or joined it."""
+
+    wanted = False
+    cluster: Cluster | None = None
+    """What it was started or joined for; None = there is none."""
+    end = ExitStack()
+
+    def fits(self, cluster: Cluster) -> bool:
+        """Whether a launch with these settings can have it."""
+        import ray
+
+        node: Any = ray._private.worker._global_node
+        same = self.cluster is not None and replace(self.cluster, wait_s=cluster.wait_s) == cluster
+        return same and not node.dead_processes()
+
+
+_kept = _Kept()
+
+
+def keep() -> None:
+    """From now on launches leave Ray up for the next one that has the same settings of `cluster`, until `let_go`."""
+    _kept.wanted = True
+
+
+def let_go() -> None:
+    """End the Ray that was kept, or leave it if it is not ours."""
+    _kept.wanted, _kept.cluster = False, None
+    _kept.end.close()
+
+
 @contextmanager
 def connect(
     cluster: Cluster, say: Callable[[str], None] = print, label_selector: Mapping[str, str] | None = None
@@ -63,27 +103,31 @@ def connect(
         os.environ.setdefault(name, value)
     import ray
 
-    if ray.is_initialized():  # inside a job of hydra/launcher=ray: its cluster is ours
+    if ray.is_initialized() and _kept.cluster is not None and not _kept.fits(cluster):
+        let_go()
+        keep()
+    if ray.is_initialized():
         yield nodes(label_selector or {})
         return
-    os.environ.pop(_OWN, None)
     with ExitStack() as around:
-        around.callback(os.environ.pop, _OWN, None)
         around.callback(ray.shutdown)
-        if cluster.kind == "existing":
-            _join(cluster)
-            _wait_for_nodes(cluster, say)
+        if JOIN in os.environ:
+            _join(replace(cluster, address=os.environ[JOIN]))
         else:
-            around.enter_context(on_loopback())
-            _start(cluster)
-            around.enter_context(session_folder())
+            os.environ.pop(_OWN, None)
+            around.callback(os.environ.pop, _OWN, None)
+            _join(cluster) if cluster.kind == "existing" else _start(cluster, around)
+            _wait_for_nodes(cluster, say)
+        if _kept.wanted:
+            _kept.cluster, _kept.end = cluster, around.pop_all()
         yield nodes(label_selector or {})
 
 
-def _start(cluster: Cluster) -> None:
-    """A Ray of our own."""
+def _start(cluster: Cluster, around: ExitStack) -> None:
+    """A Ray of our own, for as long as `around` lasts."""
     import ray
 
+    around.enter_context(on_loopback())
     node = local_node(cluster)
     os.environ[_OWN] = "1"
     with _deaf_to_batch_systems():
@@ -95,6 +139,7 @@ def _start(cluster: Cluster) -> None:
             object_store_memory=cluster.object_store_memory,
             logging_level=logging.WARNING,
         )
+    around.enter_context(session_folder())
 
 
 @contextmanager
