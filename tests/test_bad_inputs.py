@@ -448,6 +448,11 @@ EDGES: dict[str, tuple[list[Any], list[Any]]] = {
     "cluster.cloud.max_workers": ([0, 10001], [1, None]),
     "cluster.cloud.idle_timeout_minutes": ([0.0], [0.1]),
     "cluster.cloud.disk_gb": ([0], [1]),
+    "cluster.slurm.nodes": ([0, 100001], [1, 100000]),
+    "cluster.slurm.cpus_per_task": ([0], [1, None]),
+    "cluster.slurm.signal_s": ([9, 65536], [10, 65535]),
+    "cluster.slurm.max_requeues": ([-1], [0]),
+    "cluster.slurm.max_array_tasks": ([0], [1, None]),
     "search.num_samples": ([0, 10**6 + 1], [1, None]),
     "search.time_budget_s": ([0.0], [0.1, None]),
     "scaling.elastic_resize_monitor_interval_s": ([0.9], [1.0]),
@@ -720,7 +725,7 @@ def test_tab_completion(tmp_path: Path) -> None:
 
 def test_our_own_mistakes_keep_their_traceback(tmp_path: Path) -> None:
     broken = project(tmp_path, {"src/manta_broken.py": ""})
-    source = (broken / "train.py").read_text().replace("from manta.checks import check", "raise KeyError('a bug')")
+    source = (broken / "train.py").read_text().replace("from manta.request import run", "raise KeyError('a bug')")
     (broken / "train.py").write_text(source)
     answer = train(tmp_path, "", broken)
     assert answer.code == FAILED

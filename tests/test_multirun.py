@@ -170,7 +170,7 @@ def test_a_multirun_for_a_cluster_elsewhere_is_handed_over_once(tmp_path: Path, 
     kind, overrides, jobs, options = json.loads(done.stdout)
     assert (kind, overrides) == ("slurm", ["cluster=slurm", "seed=1,2", "model=mlp,cnn"])
     assert jobs == [["cluster=slurm", f"seed={seed}", f"model={model}"] for seed in (1, 2) for model in ("mlp", "cnn")]
-    assert options == ["hydra/launcher=ray", *more]
+    assert options == ["-m", "hydra/launcher=ray", *more]
 
 
 def test_a_multirun_with_a_mistake_is_not_handed_over(tmp_path: Path) -> None:

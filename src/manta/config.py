@@ -226,7 +226,7 @@ class Slurm:
     """Machines. With more than one, a Ray of this job alone runs over all of them."""
     cpus_per_task: int | None = None
     """CPUs of each node; null = as many as its workers on CPU ask for; with GPUs what the site gives."""
-    gpus_per_node: int | str | None = None
+    gpus_per_node: str | None = None
     """GPUs of each node: a number, or type:number."""
     mem: str | None = None
     """Memory of each node, e.g. 64G."""
