@@ -29,8 +29,6 @@ def job(cfg: DictConfig) -> float | None:
 
     Returns the best value of the objective, for sweepers that optimise.
     """
-    from manta.request import run
-
     settings = HydraConfig.get()
     overrides = list(OmegaConf.to_container(settings.overrides.task, resolve=False))  # type: ignore[arg-type]
     if settings.mode == RunMode.MULTIRUN and cfg.group is None:
@@ -38,6 +36,8 @@ def job(cfg: DictConfig) -> float | None:
     outcomes: list[Outcome] = []
 
     def go() -> int:
+        from manta.request import run
+
         outcomes.append(run(cfg, overrides))
         return outcomes[0].code
 
