@@ -91,7 +91,7 @@ case $stopped:$code in
 USR1:130 | USR1:138 | USR1:143) # interrupted; the latter two: before it had begun
     if [ "${SLURM_RESTART_COUNT:-0}" -ge "$max_requeues" ]; then
         echo "slurm: not requeued: max_requeues=$max_requeues"
-    elif scontrol requeue "$SLURM_JOB_ID"; then
+    elif scontrol requeue "$id"; then # of an array this task alone: the last one has the number of the whole
         echo "slurm: requeued"
         trap '' TERM # of the requeue
         code=0
