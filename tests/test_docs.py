@@ -220,6 +220,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, s
 @pytest.mark.parametrize("arguments", COMMANDS)
 def test_commands_that_cannot_run_here_compose(arguments: list[str], written: tuple[Path, dict[str, str]]) -> None:
     place, env = written
+    if "-m" in arguments:  # Hydra shows one job at a time: the first
+        arguments = [re.sub(r"^([^=]+=[^,\[{(]+),.*", r"\1", each) for each in arguments if each != "-m"]
     show = [] if "--cfg" in arguments else ["--cfg", "job"]
     code, output = run([sys.executable, "train.py", *arguments, *show], place, env, 60)
     assert code == 0, f"python train.py {shlex.join(arguments)} does not compose:\n{output}"

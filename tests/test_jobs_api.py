@@ -270,7 +270,9 @@ def test_other_versions_are_said(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("refusal", [(401, "Unauthorized"), (403, "Forbidden")])
-def test_a_token_is_asked_for(refusal: tuple[int, str]) -> None:
+def test_a_token_is_asked_for(monkeypatch: pytest.MonkeyPatch, refusal: tuple[int, str]) -> None:
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):  # of a Ray that this process has
+        monkeypatch.delenv(name, raising=False)
     with (
         answering(lambda _: refusal) as address,
         pytest.raises(MantaError, match=r"the cluster wants its token and none was sent\. Set RAY_AUTH_TOKEN"),
