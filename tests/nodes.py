@@ -109,7 +109,7 @@ class Nodes:
 
     def _first(self, node: int) -> int:
         """Pid, seen from here, of the node's first process."""
-        children, deadline = Path("/proc/{0}/task/{0}/children".format(self.processes[node].pid)), time.monotonic() + 10
+        children, deadline = Path("/proc/{0}/task/{0}/children".format(self.processes[node].pid)), time.monotonic() + 60
         while not children.read_text():  # it is just being started
             assert time.monotonic() < deadline
             time.sleep(0.01)
