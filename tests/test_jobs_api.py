@@ -469,7 +469,7 @@ def test_a_job(cluster: nodes.Nodes, copy: Path, tmp_path: Path) -> None:
         left = [
             n
             for n in arrived
-            if re.search(r"(^|/)(\.env|\.venv|\.git|\.ssh|environment|assets|data/x|outputs)(/|$|\.p)|ckpt$", n)
+            if re.search(r"(^|/)(\.env|\.venv|\.git|\.ssh|environment(?=/)|assets|data/x|outputs)(/|$|\.p)|ckpt$", n)
         ]
         assert left == ["kept.ckpt"] if "kept.ckpt" in arrived else left == []
         assert not any(SECRET in (there / name).read_text(errors="replace") for name in arrived)
