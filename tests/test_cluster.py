@@ -317,11 +317,13 @@ def test_nodes_that_are_still_to_come_are_waited_for(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(cluster.time, "sleep", lambda _: None)
     cluster._wait_for_nodes(Cluster(min_nodes=3), said.append)
     assert list(counts) == []
-    assert said == ["Waiting for 3 nodes; there are 1 (for up to 600 s)"]
+    assert said == ["Waiting for cluster.min_nodes=3; the cluster has 1 (for up to 600 s)"]
 
     monkeypatch.setattr(cluster, "live_nodes", lambda _: [{}])
     cluster._wait_for_nodes(Cluster(min_nodes=1), said.append)
-    with pytest.raises(MantaError, match=r"cluster.min_nodes=2: the cluster has 1 after 0 s") as error:
+    with pytest.raises(
+        MantaError, match=r"cluster.wait_s=0: waited in vain for cluster.min_nodes=2; the cluster has 1"
+    ) as error:
         cluster._wait_for_nodes(Cluster(min_nodes=2, wait_s=0), said.append)
     assert error.value.code == FAILED
 
@@ -331,5 +333,5 @@ def test_a_cluster_that_stays_too_small(lab: Lab, head: Head) -> None:
         *SHORT, f"cluster.address={head.address}", "cluster.min_nodes=2", "cluster.wait_s=0", env=head.environment
     )
     assert done.returncode == FAILED, done.stderr
-    assert "cluster.min_nodes=2: the cluster has 1 after 0 s" in done.stderr
+    assert "cluster.wait_s=0: waited in vain for cluster.min_nodes=2; the cluster has 1" in done.stderr
     assert list(lab.folder.iterdir()) == []

@@ -5,7 +5,6 @@ The controller unpickles what is here, so torch is imported only inside function
 
 import json
 import os
-from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -16,18 +15,16 @@ import ray.train
 from ray.train.backend import Backend, BackendConfig
 
 from manta import watchdog
-from manta.cluster.environment import receive
+from manta.cluster.environment import Environment
 from manta.runs import RunDir, now
 
 
 class ProcessGroup(BackendConfig):
     """torch.distributed over the workers: what ray.train.torch.TorchConfig sets up, without torch in the controller."""
 
-    def __init__(
-        self, backend: str, patience: timedelta, environment: Any = None, env_vars: Sequence[str] = ()
-    ) -> None:
-        """environment: a reference to what workers are sent of it (`manta.cluster.environment`)."""
-        self.backend, self.patience, self.environment, self.env_vars = backend, patience, environment, env_vars
+    def __init__(self, backend: str, patience: timedelta, environment: Any) -> None:
+        """environment: a reference to what workers are sent, an Environment; its values are nobody else's business."""
+        self.backend, self.patience, self.environment = backend, patience, environment
 
     @property
     def backend_cls(self) -> type[Backend]:
@@ -40,8 +37,7 @@ class _Torch(Backend):
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
         from ray.train._internal.utils import get_address_and_port
 
-        if backend_config.environment is not None:
-            worker_group.execute(receive, backend_config.environment, backend_config.env_vars)
+        worker_group.execute(Environment.receive, backend_config.environment)
         address, port = worker_group.execute_single(0, get_address_and_port)
         worker_group.execute(_join, backend_config.backend, backend_config.patience, address, port)
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from manta.checkpoints import choose, sizes
-from manta.cluster import TELL_S, has_cuda, is_own, wait_for_resources, worker_lines
-from manta.cluster.environment import to_send
+from manta.cluster import TELL_S, environment, has_cuda, is_own, wait_for_resources, worker_lines
 from manta.config import Config, Scaling
 from manta.errors import FAILED, MantaError
 from manta.plan import REHEARSAL, Needs
@@ -162,6 +161,7 @@ def _patience(config: Config) -> timedelta:
 
 
 def _trainer(config: Config, run: RunDir, needs: Needs, backend: str, payload: dict[str, Any], what: str) -> Any:
+    import ray
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
@@ -193,16 +193,8 @@ def _trainer(config: Config, run: RunDir, needs: Needs, backend: str, payload: d
             callbacks=recorders(run, _restarts_file(run)),
             logging_config=LoggingConfig(log_level="WARNING"),
         ),
-        torch_config=ProcessGroup(backend, _patience(config), *_environment(config)),  # type: ignore[arg-type]
+        torch_config=ProcessGroup(backend, _patience(config), ray.put(environment(config.cluster))),  # type: ignore[arg-type]
     )
-
-
-def _environment(config: Config) -> tuple[Any, list[str]]:
-    """For a process group: a Ray of our own inherits it."""
-    import ray
-
-    chosen = config.cluster.env_vars
-    return (None if is_own() else ray.put(to_send(chosen))), chosen
 
 
 class Restarts:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from manta import plan
+from manta.cluster.environment import Environment
 from manta.cluster.own import on_loopback, session_folder
 from manta.config import Cluster
 from manta.errors import FAILED, MantaError
@@ -288,19 +289,41 @@ def _wait_for_nodes(cluster: Cluster, say: Callable[[str], None]) -> None:
     Raises:
         MantaError: it has not after `cluster.wait_s`.
     """
+
+    def lacking() -> str | None:
+        count = len(live_nodes({}))
+        return f"cluster.min_nodes={cluster.min_nodes}; the cluster has {count}" if count < wanted else None
+
+    wanted = cluster.min_nodes or 0
+    wait(lacking, cluster.wait_s, say, "Look why the others do not come (`ray status` on its head), take fewer")
+
+
+def wait(lacking: Callable[[], str | None], wait_s: float, say: Callable[[str], None], way_out: str) -> None:
+    """Return when nothing is lacking any more; say what is waited for.
+
+    Args:
+        lacking: what, None = nothing.
+
+    Raises:
+        MantaError: it still is after `wait_s`.
+    """
     began, told = time.monotonic(), -math.inf
-    while (count := len(live_nodes({}))) < (cluster.min_nodes or 0):
+    while (what := lacking()) is not None:
         waited = time.monotonic() - began
-        if waited > cluster.wait_s:
+        if waited > wait_s:
             raise MantaError(
-                f"cluster.min_nodes={cluster.min_nodes}: the cluster has {count} after {cluster.wait_s:g} s. Look why the "
-                "others do not come (`ray status` on its head), take fewer, or wait longer: cluster.wait_s=3600",
+                f"cluster.wait_s={wait_s:g}: waited in vain for {what}. {way_out}, or wait longer: cluster.wait_s=3600",
                 code=FAILED,
             )
         if waited - told >= TELL_S:
-            say(f"Waiting for {cluster.min_nodes} nodes; there are {count} (for up to {cluster.wait_s:g} s)")
+            say(f"Waiting for {what} (for up to {wait_s:g} s)")
             told = waited
         time.sleep(0.5)
+
+
+def environment(cluster: Cluster) -> Environment:
+    """Of this process, for the workers; those of a Ray of our own inherit it."""
+    return Environment() if is_own() else Environment.of_this_process(cluster.env_vars)
 
 
 def has_cuda(cluster: Cluster) -> bool:
@@ -362,22 +385,13 @@ def wait_for_resources(cluster: Cluster, needs: Needs, say: Callable[[str], None
     """
     from ray._private.state import available_resources_per_node
 
-    began, told = time.monotonic(), -math.inf
-    while True:
+    def lacking() -> str | None:
         eligible = {node["NodeID"] for node in live_nodes(needs.label_selector)}
         free = [node for name, node in available_resources_per_node().items() if name in eligible]
         if plan.room(needs.per_worker, free, needs.placement_strategy) >= needs.num_workers:
-            return
-        waited = time.monotonic() - began
+            return None
         have = {key: sum(node.get(key, 0) for node in free) for key in needs.per_worker}
-        wanted = f"{needs}; free now: {plan.shown(have)}"
-        if waited > cluster.wait_s:
-            raise MantaError(
-                f"cluster.wait_s={cluster.wait_s:g}: waited in vain for {wanted}. Ask for less (scaling.num_workers, "
-                "scaling.resources_per_worker), or wait longer: cluster.wait_s=3600",
-                code=FAILED,
-            )
-        if waited - told >= TELL_S:
-            say(f"Waiting for {wanted} (for up to {cluster.wait_s:g} s)")
-            told = waited
-        time.sleep(0.5)
+        return f"{needs}; free now: {plan.shown(have)}"
+
+    way_out = "Ask for less (scaling.num_workers, scaling.resources_per_worker)"
+    wait(lacking, cluster.wait_s, say, way_out)

@@ -4,20 +4,29 @@ They travel as a value between processes: a runtime_env would show them in the d
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 _FAMILIES = ("AWS_", "CUBLAS_", "GLOO_", "HF_", "MLFLOW_", "NCCL_", "PYTORCH_", "TORCH_", "WANDB_")
 
 
-def to_send(chosen: Iterable[str]) -> dict[str, str]:
-    """Of the families that training and trackers read, and those chosen by name."""
-    return {name: value for name, value in os.environ.items() if name.startswith(_FAMILIES) or name in set(chosen)}
+@dataclass(frozen=True)
+class Environment:
+    """What is sent."""
 
+    usual: dict[str, str] = field(default_factory=dict, repr=False)
+    """Of the families that training and trackers read."""
+    chosen: dict[str, str] = field(default_factory=dict, repr=False)
+    """By name."""
 
-def receive(sent: Mapping[str, str], chosen: Iterable[str]) -> None:
-    """Set them here. What a node has of its own stays, unless it was chosen: network interfaces may have other names there."""
-    for name, value in sent.items():
-        if name in set(chosen):
-            os.environ[name] = value
-        else:
-            os.environ.setdefault(name, value)
+    @classmethod
+    def of_this_process(cls, chosen: Iterable[str]) -> "Environment":
+        names = set(chosen)
+        return cls(
+            {name: value for name, value in os.environ.items() if name.startswith(_FAMILIES)},
+            {name: value for name, value in os.environ.items() if name in names},
+        )
+
+    def receive(self) -> None:
+        """Set it here. What a node has of its own stays, unless it was chosen: network interfaces may have other names there."""
+        os.environ.update({**self.usual, **os.environ, **self.chosen})

@@ -2,10 +2,9 @@
 
 import os
 import sys
-import time
 
-from manta.cluster import TELL_S
-from manta.errors import FAILED, FINISHED
+from manta.cluster import wait
+from manta.errors import FAILED, FINISHED, MantaError, exit_code
 
 
 def wait_for(address: str, count: int, wait_s: float, starter: int) -> int:
@@ -16,25 +15,26 @@ def wait_for(address: str, count: int, wait_s: float, starter: int) -> int:
 
     Returns:
         The exit code.
+
+    Raises:
+        MantaError: they do not come.
     """
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
     client = GcsClient(address=address)
-    began = told = time.monotonic()
-    while True:
+
+    def lacking() -> str | None:
         alive = [node.node_manager_hostname for node in client.get_all_node_info().values() if node.state == 0]
         if len(alive) >= count:
-            return FINISHED
-        now, ended = time.monotonic(), not os.path.exists(f"/proc/{starter}")
-        if ended or now - began > wait_s:
-            why = "starting the others has ended, see above" if ended else f"after {wait_s:g} s (cluster.wait_s)"
-            print(f"slurm: {len(alive)} of {count} nodes have joined Ray at {address} ({', '.join(alive)}): {why}")
-            return FAILED
-        if now - told > TELL_S:
-            print(f"slurm: waiting for nodes, {len(alive)} of {count} have joined Ray ({', '.join(alive)})", flush=True)
-            told = now
-        time.sleep(0.5)
+            return None
+        joined = f"{len(alive)} of {count} nodes have joined Ray at {address} ({', '.join(alive)})"
+        if not os.path.exists(f"/proc/{starter}"):
+            raise MantaError(f"{joined}, and starting the others has ended, see above.", code=FAILED)
+        return f"nodes; {joined}"
+
+    wait(lacking, wait_s, lambda text: print(f"slurm: {text}", flush=True), "Look at the others' logs, take fewer")
+    return FINISHED
 
 
 if __name__ == "__main__":
-    sys.exit(wait_for(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])))
+    sys.exit(exit_code(lambda: wait_for(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]))))

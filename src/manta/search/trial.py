@@ -24,7 +24,7 @@ from ray.tune import Trainable
 
 from manta import runs
 from manta.checkpoints import continue_from, verify
-from manta.cluster.environment import receive
+from manta.cluster.environment import Environment
 from manta.config import Config
 from manta.errors import FAILED, MantaError
 from manta.plan import Needs
@@ -59,10 +59,8 @@ class Job:
     """What the command trusts."""
     watched: bool = True
     """Whether the search decides after every validation (not when the best is trained again)."""
-    environment: dict[str, str] = field(default_factory=dict, repr=False)
-    """Variables of the command for processes of other nodes."""
-    env_vars: list[str] = field(default_factory=list)
-    """Of these, those that count whatever a node has."""
+    environment: Environment = field(default_factory=Environment)
+    """Of the command, for processes of other nodes."""
 
 
 class Training:
@@ -123,7 +121,7 @@ class Trial(Trainable):
         self.training: Training | None = None
         self.workers: Workers | None = None
         self.restarts: Restarts | None = None
-        receive(job.environment, job.env_vars)
+        job.environment.receive()
         if os.path.isdir(job.folder):
             os.chdir(job.folder)
         self.reset_config(config)

@@ -20,8 +20,7 @@ from ray.util.placement_group import PlacementGroup
 
 from manta import runs
 from manta.checkpoints import Damaged
-from manta.cluster import TELL_S, is_own
-from manta.cluster.environment import to_send
+from manta.cluster import TELL_S, environment
 from manta.config import Config, from_hydra
 from manta.errors import FAILED, FINISHED, INTERRUPTED, MantaError
 from manta.plan import Needs, Node, trials_at_once
@@ -274,12 +273,9 @@ class Search:
         )
 
     def job(self) -> Job:
-        chosen = self.config.cluster.env_vars
-        sent = {} if is_own() else to_send(chosen)
         return Job(
             *(self.needs, self.use_gpu, self.stop_file, os.getcwd(), self.config.allowed_targets),
-            environment=sent,
-            env_vars=chosen,
+            environment=environment(self.config.cluster),
         )
 
     def trainable(self, job: Job, slots: int | None = None) -> Any:
