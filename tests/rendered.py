@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import os
+import secrets
 import stat
 import sys
 from functools import cache
@@ -24,6 +25,8 @@ from manta.config import from_hydra, register
 from manta.search.prepare import space_of
 from tests.conftest import ROOT
 
+VALUE = secrets.token_hex(16)
+"""Of a secret; not in this file, which is code and is copied."""
 ODD = (
     "search=random",
     "search.space.optimizer.lr=loguniform(1e-4, 1e-1)",

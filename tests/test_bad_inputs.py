@@ -92,6 +92,8 @@ COMMANDS = [
     Bad("scaling.resources_per_worker=4", ("scaling.resources_per_worker=4", "a dictionary, written {a: 1}")),
     Bad("'scaling.resources_per_worker={cpu: 2}'", ("scaling.resources_per_worker.cpu=2", "scaling.resources_per_worker.CPU=2")),
     Bad("cluster=existing 'scaling.label_selector={zone: [a]}'", ("has the wrong type", "scaling.label_selector must be a dictionary")),
+    Bad("cluster=kuberay resume=latest", ("cluster.kuberay.image=null",)),
+    Bad("cluster=job resume=latest cluster.address=head", ("cluster.address=head must be the cluster's dashboard",)),
     # the command line itself
     Bad("training.epochs", ("training.epochs has no value", "training.epochs=3")),
     Bad("'model.hidden=[1'", ("model.hidden=[1", "Quote")),

@@ -149,6 +149,15 @@ def check(config: Config) -> None:
     refuse([problem for rule in RULES for problem in rule(config)])
 
 
+def check_cluster(config: Config) -> None:
+    """`check` of what is said of the cluster alone: what is resumed there cannot be looked at from here.
+
+    Raises:
+        MantaError: with all messages.
+    """
+    refuse([problem for rule in CLUSTER_RULES for problem in rule(config)])
+
+
 def refuse(problems: list[str]) -> None:
     """One error for all problems, if there are any.
 
@@ -350,8 +359,7 @@ def cluster(config: Config) -> Iterator[str]:
     elif address is not None and kind not in ("existing", "job"):
         yield f"cluster.address={address} is not used by cluster.kind={kind}. Add cluster=existing, or drop the address."
     elif kind == "job":
-        if not re.fullmatch(r"https?://[^\s/@]+/?", address or ""):
-            yield f"cluster.address={address} must be that of the cluster's dashboard, e.g. http://head:8265."
+        yield from outside.dashboard(address, "cluster.address")
     elif kind == "existing" and address is None:
         yield "cluster.address=null: cluster.kind=existing needs auto (this host's Ray) or host:port."
     elif address not in (None, "auto") and not re.fullmatch(r"[\w.-]+:\d{1,5}|\[[\da-fA-F:]+\]:\d{1,5}", str(address)):
@@ -545,7 +553,8 @@ def mlflow_address(name: str, uri: str) -> str | None:
     return None
 
 
+CLUSTER_RULES: tuple[Callable[[Config], Iterator[str]], ...] = (finite, numbers, choices, cluster, *outside.RULES)
 RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
-    *(finite, numbers, choices, names, plug_ins, objective, length),
-    *(batches, workers, resources, half_precision, cluster, folders, trackers, *outside.RULES, *search.RULES),
+    *(*CLUSTER_RULES, names, plug_ins, objective, length),
+    *(batches, workers, resources, half_precision, folders, trackers, *search.RULES),
 )

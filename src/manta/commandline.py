@@ -88,10 +88,8 @@ def _with_domain(argument: str, others: Sequence[str]) -> str:
 
 def _takes_any_key(name: str) -> bool:
     """Whether a setting is a dictionary of the schema, or in one."""
-    return any(
-        get_origin(hint_of(Config, key)) is dict and get_args(hint_of(Config, key))[1] is not Any
-        for key in (name, name.rpartition(".")[0])
-    )
+    hints = [hint_of(Config, key) for key in (name, name.rpartition(".")[0])]
+    return any(get_origin(hint) is dict and get_args(hint)[1] is not Any for hint in hints)
 
 
 def _options(value: str) -> list[str]:

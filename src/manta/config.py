@@ -405,9 +405,9 @@ class Cluster:
     address: str | None = None
     """For existing: `auto` or host:port. For job: http://host:8265, the cluster's dashboard."""
     num_cpus: int | None = None
-    """For local: CPUs Ray may hand out; null = the machine's."""
+    """For local and slurm: CPUs Ray may hand out on a node; null = the machine's, or what SLURM gives."""
     num_gpus: int | None = None
-    """For local: GPUs Ray may hand out; null = the machine's. May be declared without having any (a rehearsal)."""
+    """For local and slurm: GPUs likewise; where there are none, some may be declared (a rehearsal)."""
     object_store_memory: int | None = 200_000_000
     """For local: bytes of shared memory for Ray's object store; null = Ray's default (30 % of memory)."""
     wait_s: float = 600.0

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from manta.checks import check
+from manta.checks import check, check_cluster
 from manta.cluster import elsewhere
 from manta.config import Config, Storage, from_hydra
 from manta.runs import RunDir
@@ -52,7 +52,9 @@ def prepare(cfg: DictConfig, overrides: list[str]) -> Prepared:
     elsewhere.check_overrides(cfg.cluster.kind, overrides)
     previous = None
     if cfg.resume and cfg.cluster.kind in elsewhere.KINDS:  # then what was saved counts, and it is there
-        return Prepared(from_hydra(cfg), overrides)
+        there = from_hydra(cfg)
+        check_cluster(there)
+        return Prepared(there, overrides)
     if cfg.resume:
         from manta.resume import restore
 

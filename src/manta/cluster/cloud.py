@@ -4,18 +4,19 @@ import json
 import shlex
 import shutil
 import sys
+import zipfile
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from manta.cluster import rules
 from manta.cluster.elsewhere import PROJECT, Request
+from manta.cluster.package import pack
 from manta.cluster.render import (
     CLUSTERS,
     Machines,
     arguments,
     as_yaml,
-    check_again,
     given,
     machines,
     refuse_secrets,
@@ -25,8 +26,6 @@ from manta.config import Cloud, Config
 from manta.errors import FINISHED, MantaError
 
 CODE = "code"
-_COPIED = ("train.py", "conf", "src", "scripts", "pyproject.toml", "requirements.lock", "README.md", "LICENSE")
-"""Of the project: what runs. Results, data and .env stay here; `ray up` reads through all that is copied."""
 _LIBRARIES = {"aws": "boto3", "gcp": "google-api-python-client google-auth cryptography cachetools"}
 """With which the autoscaler, on the head, rents workers."""
 _START = "ulimit -n 65536; ray start --object-manager-port=8076"
@@ -47,7 +46,6 @@ def submit(request: Request) -> int:
     Raises:
         MantaError: a setting does not fit, or the machines would not hold the workers.
     """
-    check_again(request, rules.cloud)
     config, settings = request.config, request.config.cluster.cloud
     wanted, folder = _machines(config), CLUSTERS / settings.cluster_name
     job = datetime.now(timezone.utc).strftime("manta-%Y%m%d-%H%M%S")
@@ -103,25 +101,19 @@ def cluster_file(config: Config, wanted: Machines, code: Path) -> dict[str, Any]
 
 
 def _copy_code(target: Path) -> None:
-    """The code as it is now, so that what is submitted is what was typed.
+    """The code as it is now, so that what is submitted is what was typed: as `cluster=job` would send it.
 
     Raises:
         MantaError: it cannot be written.
     """
-
-    def left_out(folder: str, _: list[str]) -> list[str]:
-        machine = ["local"] if Path(folder) == PROJECT / "conf" else []  # settings of this machine
-        return ["__pycache__", *machine]
-
+    archive = target.with_suffix(".zip")
+    pack(PROJECT, archive, sys.maxsize)
     try:
         shutil.rmtree(target, ignore_errors=True)
-        target.mkdir()
-        for source in (PROJECT / name for name in _COPIED):
-            if source.is_dir():
-                shutil.copytree(source, target / source.name, ignore=left_out)
-            else:
-                shutil.copy2(source, target)
-    except (OSError, shutil.Error) as error:
+        with zipfile.ZipFile(archive) as packed:
+            packed.extractall(target)
+        archive.unlink()
+    except OSError as error:
         raise MantaError(f"The code cannot be copied to {target}: {error}") from error
 
 

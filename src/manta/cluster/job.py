@@ -18,8 +18,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+from manta.checks import refuse
 from manta.cluster import elsewhere
 from manta.cluster.package import pack
+from manta.cluster.rules import dashboard
 from manta.commandline import parse, quoted
 from manta.config import Cluster, Config
 from manta.errors import FAILED, FINISHED, INTERRUPTED, INVALID, MantaError
@@ -60,7 +62,8 @@ class Job(NamedTuple):
         found, _, address = name.partition("@")
         if not found or not address:
             raise MantaError(f"job:{name}: a job is named as job:<id>@http://<head>:8265.")
-        return cls(found, _checked(address, "The address of a job"))
+        refuse(list(dashboard(address, "The address of a job")))
+        return cls(found, address.rstrip("/"))
 
     def ways(self) -> str:
         """How to go on with it."""
@@ -81,7 +84,7 @@ def submit(request: elsewhere.Request) -> int:
         MantaError: it cannot be sent, or how it ended cannot be told.
     """
     config = request.config
-    address = _checked(config.cluster.address, "cluster.address")
+    address = (config.cluster.address or "").rstrip("/")
     command = entrypoint(arguments(request))
     client = _connect(address)
     job = Job(f"manta-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}", address)
@@ -351,25 +354,6 @@ def _code(found: Any, job: Job) -> int:
 
 
 # --- the cluster -------------------------------------------------------------------------------------------------
-
-
-def _checked(address: str | None, setting: str) -> str:
-    """The address of a dashboard.
-
-    Raises:
-        MantaError: it is none.
-    """
-    way_out = "the cluster's dashboard, http://<head>:8265 (https:// behind a proxy): cluster.address=http://head:8265"
-    if not address:
-        raise MantaError(f"cluster=job wants cluster.address: {way_out}")
-    scheme, _, rest = address.partition("://")
-    if scheme not in ("http", "https") or not rest:
-        raise MantaError(f"{setting} is {address}, and must be {way_out}")
-    if "@" in rest:
-        raise MantaError(
-            f"{setting}: no password in an address, it is shown. Ray's own way is a token: RAY_AUTH_TOKEN."
-        )
-    return address.rstrip("/")
 
 
 def _connect(address: str) -> "JobSubmissionClient":

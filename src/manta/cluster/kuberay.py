@@ -16,7 +16,6 @@ from manta.cluster.render import (
     Machines,
     arguments,
     as_yaml,
-    check_again,
     given,
     machines,
     refuse_secrets,
@@ -36,7 +35,6 @@ def submit(request: Request) -> int:
     Raises:
         MantaError: a setting does not fit, the Pods would not hold the workers, or kubectl failed.
     """
-    check_again(request, rules.kuberay)
     config, name = request.config, _name(request.config)
     pods = _pods(config)
     manifest = as_yaml(rayjob(request, name, pods))

@@ -4,14 +4,12 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from manta import plan
-from manta.checks import refuse
 from manta.cluster.elsewhere import PROJECT, Request, name_of
 from manta.cluster.rules import alone
 from manta.config import Config
@@ -32,15 +30,6 @@ class Machines:
     most: int
     needs: Needs
     """What will run there."""
-
-
-def check_again(request: Request, rule: Callable[[Config], Iterator[str]]) -> None:
-    """Of a resume only what concerns the cluster can be checked here: what it continues is there.
-
-    Raises:
-        MantaError: with all messages of the rule.
-    """
-    refuse(list(rule(request.config)))
 
 
 def machines(config: Config, head: Node, node: Node, least: int | None, most: int | None, ways_out: str) -> Machines:

@@ -1,4 +1,4 @@
-"""Rules for clusters that files are written for, in the manner of manta.checks, which runs them. Imports nothing heavy."""
+"""Rules for clusters that are reached from outside, in the manner of manta.checks, which runs them. Imports nothing heavy."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -10,6 +10,15 @@ from manta.config import Cloud, Config, Kuberay
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _NAME = re.compile(rf"{_LABEL.pattern}(\.{_LABEL.pattern})*")
 _QUANTITY = re.compile(r"\d+(\.\d+)?([KMGTPE]i|[kMGTPE])?")
+
+
+def dashboard(address: str | None, setting: str) -> Iterator[str]:
+    """The address of a Ray dashboard."""
+    way_out = "the cluster's dashboard, http://<head>:8265 (https:// behind a proxy): cluster.address=http://head:8265"
+    if address is not None and "@" in address:
+        yield f"{setting}: no password in an address, it is shown. Ray's own way is a token: RAY_AUTH_TOKEN."
+    elif not re.fullmatch(r"https?://[^\s/]+/?", address or ""):
+        yield f"{setting}={address} must be {way_out}"
 
 
 def alone(config: Config) -> bool:

@@ -1,5 +1,7 @@
 """resume=<folder of a multirun>: run what is missing or failed, continue what was interrupted, leave what is finished."""
 
+from functools import partial
+
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
@@ -7,9 +9,9 @@ from omegaconf import DictConfig
 from manta import runs
 from manta.checks import check
 from manta.config import from_hydra
-from manta.errors import FINISHED, INTERRUPTED, MantaError, exit_code
+from manta.errors import FINISHED, INTERRUPTED
 from manta.multirun.jobs import Folder, Job
-from manta.multirun.running import Multirun, differences, here
+from manta.multirun.running import Multirun, differences, frozen, here
 from manta.request import Prepared, prepare
 from manta.runs import RunDir
 
@@ -27,7 +29,8 @@ def resume(folder: Folder, cfg: DictConfig, overrides: list[str]) -> int:
     more = [each for each in overrides if not each.startswith("resume=")]
     Multirun(folder).begin()
     left = [job for job in folder.jobs if job.state != runs.FINISHED]
-    found = [(job, prepared) for job in left if (prepared := _prepared(job, cfg, more, folder.group)) is not None]
+    tried = [(job, frozen(job, partial(_again, job, cfg, more, folder.group), cfg.traceback)) for job in left]
+    found = [(job, prepared) for job, prepared in tried if prepared is not None]
     launcher, at_most = _launcher(folder)
     if launcher == "ray":
         from manta.multirun.side_by_side import SideBySide, Start
@@ -48,25 +51,6 @@ def _launcher(folder: Folder) -> tuple[str, int | None]:
     if any(each.startswith("hydra/launcher=") for each in hydra.overrides.hydra):
         return str(hydra.runtime.choices["hydra/launcher"]), hydra.launcher.get("max_concurrent_jobs")
     return str(folder.settings["launcher"]), folder.settings.get("max_concurrent_jobs")
-
-
-def _prepared(job: Job, cfg: DictConfig, more: list[str], group: str) -> Prepared | None:
-    """Freeze a job anew, with what the command line changes; None = it cannot run, which is said and recorded."""
-    found: list[Prepared] = []
-
-    def go() -> int:
-        try:
-            found.append(_again(job, cfg, more, group))
-        except MantaError as error:
-            raise MantaError(f"Job {job.number}: {error}", error.code) from error
-        job.freeze(found[0])
-        return FINISHED
-
-    code = exit_code(go, cfg.traceback)
-    if code != FINISHED:
-        job.note(code=code)
-        return None
-    return found[0]
 
 
 def _again(job: Job, cfg: DictConfig, more: list[str], group: str) -> Prepared:

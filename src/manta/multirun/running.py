@@ -1,11 +1,12 @@
 """The multirun of a command: its jobs, how they ended, and how to go on."""
 
 import shlex
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from manta import cluster, multirun, runs
-from manta.errors import FAILED, FINISHED, INTERRUPTED, exit_code
+from manta.errors import FAILED, FINISHED, INTERRUPTED, MantaError, exit_code
 from manta.multirun.jobs import Folder, Job
 from manta.request import Prepared
 from manta.runs import RunDir, short
@@ -47,6 +48,26 @@ class Multirun:
             return INTERRUPTED
         failed = [code or FAILED for code, state in zip(codes, states, strict=True) if state != runs.FINISHED]
         return next(iter(failed), FINISHED)
+
+
+def frozen(job: Job, make: Callable[[], Prepared], tracebacks: bool) -> Prepared | None:
+    """Check a job and keep it; None = it is wrong, which is said and recorded."""
+    found: list[Prepared] = []
+
+    def go() -> int:
+        try:
+            found.append(make())
+        except MantaError as error:
+            job.note(error=str(error))
+            raise MantaError(f"Job {job.number}: {error}", error.code) from error
+        job.freeze(found[0])
+        return FINISHED
+
+    code = exit_code(go, tracebacks)
+    if code != FINISHED:
+        job.note(code=code)
+        return None
+    return found[0]
 
 
 def here(job: Job, prepared: Prepared) -> int:

@@ -93,7 +93,7 @@ class SideBySide:
             self.nodes = [plan.local_node(cluster)]
             around.enter_context(self.view.capture_descriptors())
             if any(each.config.scaling.num_workers != 0 for each in self.starts):
-                self.nodes = around.enter_context(connect(cluster))
+                self.nodes = around.enter_context(connect(cluster, self.view.say))
                 import ray
 
                 self.address, self.own = ray.get_runtime_context().gcs_address, cluster.kind == "local"

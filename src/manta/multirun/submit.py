@@ -19,7 +19,7 @@ from manta.commandline import parse
 from manta.errors import FINISHED, INTERRUPTED, JobError, MantaError, exit_code
 from manta.multirun import jobs as folders
 from manta.multirun.jobs import Job
-from manta.multirun.running import Multirun, differences, here
+from manta.multirun.running import Multirun, differences, frozen, here
 from manta.multirun.side_by_side import SideBySide, Start
 from manta.request import Prepared, prepare, run
 
@@ -59,11 +59,11 @@ def launch(
     submitted = [folder.job(number) for number in range(first, first + len(batch))]
     for job, each in zip(submitted, composed, strict=True):
         job.note(overrides=_overrides(each))
-    frozen = {job.number: _freeze(job, each, folder.group) for job, each in zip(submitted, composed, strict=True)}
+    kept = {job.number: _freeze(job, each, folder.group) for job, each in zip(submitted, composed, strict=True)}
     if settings["launcher"] == "ray":
-        returns = _side_by_side(context, composed, submitted, frozen, settings["max_concurrent_jobs"])
+        returns = _side_by_side(context, composed, submitted, kept, settings["max_concurrent_jobs"])
     else:
-        returns = _one_by_one(context, composed, submitted, frozen)
+        returns = _one_by_one(context, composed, submitted, kept)
     return _for_sweeper(config, returns)
 
 
@@ -102,24 +102,9 @@ def _settings_of(composed: DictConfig) -> Iterator[DictConfig]:
 
 def _freeze(job: Job, composed: DictConfig, group: str) -> Prepared | None:
     """Check a job and keep it; None = it is wrong, which is said and recorded."""
-    found: list[Prepared] = []
-
-    def go() -> int:
-        with _settings_of(composed) as cfg:
-            cfg.group = group if cfg.group is None else cfg.group
-            try:
-                found.append(prepare(cfg, _overrides(composed)))
-            except MantaError as error:
-                job.note(error=str(error))
-                raise MantaError(f"Job {job.number}: {error}", error.code) from error
-        job.freeze(found[0])
-        return FINISHED
-
-    code = exit_code(go, composed.traceback)
-    if code != FINISHED:
-        job.note(code=code)
-        return None
-    return found[0]
+    with _settings_of(composed) as cfg:
+        cfg.group = group if cfg.group is None else cfg.group
+        return frozen(job, lambda: prepare(cfg, _overrides(composed)), composed.traceback)
 
 
 # --- a cluster that is reached from outside ----------------------------------------------------------------------------
@@ -186,12 +171,12 @@ def _plan(composed: DictConfig) -> tuple[int, None]:
 
 
 def _one_by_one(
-    context: HydraContext, composed: list[DictConfig], jobs: list[Job], frozen: dict[int, Prepared | None]
+    context: HydraContext, composed: list[DictConfig], jobs: list[Job], kept: dict[int, Prepared | None]
 ) -> list[JobReturn]:
     labels = differences(jobs)
 
     def go(job: Job) -> tuple[int, float | None]:
-        prepared = frozen[job.number]
+        prepared = kept[job.number]
         if prepared is None:
             return int(job.record["code"]), None
         print(f"Job {job.number}: {labels[job.number]}", flush=True)
@@ -204,7 +189,7 @@ def _side_by_side(
     context: HydraContext,
     composed: list[DictConfig],
     jobs: list[Job],
-    frozen: dict[int, Prepared | None],
+    kept: dict[int, Prepared | None],
     at_most: int | None,
 ) -> list[JobReturn]:
     returns = {job.number: JobReturn() for job in jobs}
@@ -224,7 +209,7 @@ def _side_by_side(
 
     starts = []
     for job in jobs:
-        prepared, hydra = frozen[job.number], configs[job.number].hydra
+        prepared, hydra = kept[job.number], configs[job.number].hydra
         if prepared is None:
             begun(job)
             ended(job)
