@@ -2,9 +2,9 @@
 
 import copy
 import dataclasses
+import hashlib
 import json
 import os
-import secrets
 import stat
 import sys
 from functools import cache
@@ -25,7 +25,7 @@ from manta.config import from_hydra, register
 from manta.search.prepare import space_of
 from tests.conftest import ROOT
 
-VALUE = secrets.token_hex(16)
+VALUE = hashlib.sha256(b"planted").hexdigest()
 """Of a secret; not in this file, which is code and is copied."""
 ODD = (
     "search=random",

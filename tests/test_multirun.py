@@ -235,6 +235,21 @@ def test_eight_jobs_on_four_cpus(lab: Lab) -> None:
 
 
 @pytest.mark.drill
+@pytest.mark.timeout(600)
+def test_eight_jobs_one_after_the_other(lab: Lab) -> None:
+    """The same eight, one with a worker that is killed: one Ray."""
+    process = lab.start(
+        "scaling=cpu", "scaling.num_workers=1", "cluster.num_cpus=4", FAULTS, *SHORT,
+        f"data.transforms.train={killed_once(lab)},[]", "seed=1,2,3,4", "-m",
+    )  # fmt: skip
+    started = rays(process)
+    output, _ = process.communicate(timeout=10)
+    assert process.returncode == FAILED, output
+    assert len(started) == 1
+    assert sorted(states(lab)) == ["failed", *["finished"] * 7]
+
+
+@pytest.mark.drill
 @pytest.mark.parametrize("launcher", ["basic", "ray"])
 def test_jobs_of_two_workers(lab: Lab, launcher: str) -> None:
     """One of the jobs fails on its workers; all have the same Ray."""
