@@ -92,6 +92,7 @@ COMMANDS = [
     Bad("scaling.resources_per_worker=4", ("scaling.resources_per_worker=4", "a dictionary, written {a: 1}")),
     Bad("'scaling.resources_per_worker={cpu: 2}'", ("scaling.resources_per_worker.cpu=2", "scaling.resources_per_worker.CPU=2")),
     Bad("cluster=existing 'scaling.label_selector={zone: [a]}'", ("has the wrong type", "scaling.label_selector must be a dictionary")),
+    Bad("cluster.slurm.partition=gpu", ("cluster.slurm.partition=gpu is for cluster=slurm", "Add cluster=slurm.")),
     Bad("cluster=kuberay resume=latest", ("cluster.kuberay.image=null",)),
     Bad("cluster=job resume=latest cluster.address=head", ("cluster.address=head must be the cluster's dashboard",)),
     # the command line itself
@@ -242,6 +243,7 @@ VALUES = [
     Bad("cluster=existing 'scaling.label_selector={zone: -a}'", ("scaling.label_selector.zone=-a", "!value, in(a, b)")),
     Bad("cluster=existing 'cluster.env_vars=[NO_SUCH]'", ("cluster.env_vars: NO_SUCH is not set here", "export NO_SUCH")),
     Bad("cluster=existing cluster.num_cpus=4", ("cluster.num_cpus=4", "null")),
+    Bad("cluster.min_nodes=2", ("cluster.min_nodes=2", "cluster=existing")),
     Bad("cluster.address=auto", ("cluster.address=auto", "cluster=existing")),
     Bad("cluster.object_store_memory=1000", ("cluster.object_store_memory=1000", ">= 78643200")),
     Bad("tracking=wandb tracking.wandb.mode=ofline", ("tracking.wandb.mode=ofline", "online, offline, disabled")),

@@ -2,11 +2,15 @@
 
 import errno
 import json
+import multiprocessing
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ import torch
 from manta.errors import FAILED, MantaError
 from manta.runs import RunDir
 from manta.training.checkpoint import find_checkpoint, load_checkpoint
+from manta.training.loader import Loader
 from manta.workers import RemoteTraceback, WorkerFailed, _in_short, explain_failure
 from tests.conftest import ROOT, Lab, history
 
@@ -157,6 +162,26 @@ def test_a_mistake_in_a_data_loader_process() -> None:
         list(torch.utils.data.DataLoader(Fragile(), num_workers=1))
     here = line_of("return {}" + "[index]", Path(__file__))
     assert _in_short(raised.value) == f"KeyError: 0 ({__file__}:{here})"
+
+
+def test_a_data_loader_process_that_dies_while_it_sends() -> None:
+    """What its pipe says then is not what happened; torch says so itself only where it waits for the process."""
+
+    class Half:
+        def __iter__(self) -> Iterator[Any]:
+            raise ConnectionResetError(104, "Connection reset by peer")
+
+    gone = multiprocessing.get_context("spawn").Process(target=int)
+    gone.start()
+    gone.join()
+    half: Any = Half()
+    loader = Loader(Fragile(), torch.device("cpu"), torch.float32)
+    loader.workers, half._iterator = half, SimpleNamespace(_workers=[gone])
+    with pytest.raises(RuntimeError, match=rf"DataLoader worker \(pid\(s\) {gone.pid}\) exited unexpectedly"):
+        next(loader.batches([torch.tensor([0])]))
+    half._iterator = None
+    with pytest.raises(ConnectionResetError):
+        next(loader.batches([torch.tensor([0])]))
 
 
 @pytest.mark.parametrize(("workers", "rank"), [(0, 0), (2, 1)], ids=["in process", "two workers"])

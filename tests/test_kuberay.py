@@ -275,6 +275,12 @@ def test_the_command_arrives_as_it_was_typed(tmp_path: Path) -> None:
     assert (arrived.cluster.kind, arrived.cluster.address) == ("existing", "auto")
 
 
+def test_a_long_name_is_cut() -> None:
+    """KubeRay takes 47 characters."""
+    name = rendered(request(*NEEDED, f"name={'long-' * 12}end"))["metadata"]["name"]
+    assert name.startswith("manta-long-long-") and len(name) <= 47
+
+
 def test_a_resume() -> None:
     """What it continues is there: its data stay where they were. What concerns the cluster is checked here all the same."""
     given = request(*NEEDED, "resume=latest", "scaling.num_workers=6")

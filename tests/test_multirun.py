@@ -199,6 +199,16 @@ def test_side_by_side_refusals(lab: Lab) -> None:
     assert states(lab) == ["failed", "failed"]
 
 
+def test_a_wrong_job_is_in_the_table(lab: Lab) -> None:
+    """With its reason, and kept; the exit code is its own."""
+    done = lab.command("scaling=in_process", "seed=-1,-2", "-m")
+    assert done.returncode == INVALID, done.stdout
+    for number, (job, seed) in enumerate(zip(folder(lab).jobs, (-1, -2), strict=True)):
+        assert job.error.startswith(f"seed={seed}") and job.state == "failed"
+        (row,) = (line for line in done.stdout.splitlines() if line.startswith(f"job {number} "))
+        assert f"seed={seed} is out of range" in row
+
+
 # --- with Ray ----------------------------------------------------------------------------------------------------------
 
 
