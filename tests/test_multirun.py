@@ -79,6 +79,7 @@ def test_side_by_side_one_fails_and_is_resumed(lab: Lab) -> None:
     assert lab.command(f"resume={where}", FAULTS).returncode == FINISHED  # nothing is left
 
 
+@pytest.mark.drill
 def test_killed_interrupted_and_completed(tmp_path: Path) -> None:
     """One job at a time. Nothing survives the command; what was not started yet runs as it was submitted."""
     lab = Lab(tmp_path / "results")

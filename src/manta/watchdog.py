@@ -151,7 +151,9 @@ class Watchdog:
                 texts.append(f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(other))}")
         folder = self.run.path / "stacks"
         folder.mkdir(exist_ok=True)
-        (folder / f"rank-{self.rank}.txt").write_text("\n".join(texts))
+        aside = folder / f".rank-{self.rank}"  # it is written again and again, and this process may end any moment
+        aside.write_text("\n".join(texts))
+        aside.replace(folder / f"rank-{self.rank}.txt")
         write_json(
             self.reports / f"rank-{self.rank}.json",
             {
