@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,9 @@ class Nodes:
         self.folder, self.tag, self.dashboard = folder, tag, dashboard
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self._nets: set[int] = set()
+        self.ray = Path(
+            tempfile.mkdtemp(prefix="n", dir="/tmp")
+        )  # names of Ray's sockets have a limit, pytest's folders are long
         (folder / "home").mkdir()
         self.env = {**os.environ, **_ENVIRONMENT, "HOME": str(folder / "home")}
         self.env.pop("MANTA_OWN_RAY", None)  # of a Ray that this process has
@@ -73,7 +77,7 @@ class Nodes:
             before: a shell command of the node, in its own file systems.
         """
         self._connect(node)
-        place = self.folder / f"n{node}"
+        place = self.ray / f"n{node}"
         shutil.rmtree(place, ignore_errors=True)
         (place / "tmp").mkdir(parents=True)
         hosts = self.folder / f"hosts{node}"
@@ -109,9 +113,12 @@ class Nodes:
 
     def _first(self, node: int) -> int:
         """Pid, seen from here, of the node's first process."""
-        children, deadline = Path("/proc/{0}/task/{0}/children".format(self.processes[node].pid)), time.monotonic() + 60
-        while not children.read_text():  # it is just being started
-            assert time.monotonic() < deadline
+        process = self.processes[node]
+        children, deadline = Path(f"/proc/{process.pid}/task/{process.pid}/children"), time.monotonic() + 60
+        while process.poll() is not None or not children.read_text():  # it is just being started
+            log = (self.folder / f"n{node}.log").read_text()
+            assert process.poll() is None, f"node {node} ended with {process.poll()}:\n{log}"
+            assert time.monotonic() < deadline, f"node {node} does not start:\n{log}"
             time.sleep(0.01)
         return int(children.read_text().split()[0])
 
@@ -190,3 +197,4 @@ class Nodes:
         for node in self._nets:
             subprocess.run(["ip", "netns", "del", self.host(node)], check=False)
         subprocess.run(["ip", "netns", "del", f"{self.tag}sw"], check=False)
+        shutil.rmtree(self.ray, ignore_errors=True)
