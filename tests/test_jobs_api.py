@@ -459,11 +459,11 @@ def test_a_job(cluster: nodes.Nodes, copy: Path, tmp_path: Path) -> None:
     }
     assert "+print('code on'" in (lab.latest.path / "uncommitted.diff").read_text()
     assert lab.latest.read("workers.json")["ranks"][0]["host"] == cluster.host(2)
-    assert f"code on {cluster.host(2)} {cluster.folder}/n2/" in lab.latest.log.read_text()
+    assert f"code on {cluster.host(2)} {cluster.ray}/n2/" in lab.latest.log.read_text()
     assert "True" not in re.findall(r"^code on .*", lab.latest.log.read_text(), re.MULTILINE)[0]
 
     for node in (1, 2):
-        (there,) = (cluster.folder / f"n{node}").glob("session_2*/runtime_resources/working_dir_files/_ray_pkg_*/")
+        (there,) = (cluster.ray / f"n{node}").glob("session_2*/runtime_resources/working_dir_files/_ray_pkg_*/")
         arrived = {str(path.relative_to(there)) for path in there.rglob("*") if path.is_file()}
         assert {"train.py", "conf/config.yaml", "src/manta/data/digits.py", ".gitignore"} <= arrived
         left = [

@@ -113,7 +113,7 @@ class TestSeveralNodes:
         done = train(
             cluster, lab.folder, "search=random", "search.space.data.batch_size=null", f"search.num_samples={4 // workers}", "search.max_concurrent_trials=4", "search.refit=false",
             f"scaling.num_workers={workers}", "scaling.placement_strategy=SPREAD", "scaling.max_failures=0",
-            "search.report=false", "data.transforms.train=[{_target_: tests.faults.Slow, seconds: 0.5}]",
+            "search.report=false", f"data.transforms.train=[{{_target_: tests.faults.Together, folder: {lab.folder / 'met'}, count: 4}}]",
             "cluster.env_vars=[NEW_WORLD]", NEW_WORLD="found",
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
