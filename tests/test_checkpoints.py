@@ -29,7 +29,7 @@ from manta.runs import RunDir, find_checkpoint
 from manta.search.exploit import adopt, place
 from manta.search.trial import Job, Trial, _train
 from manta.training.checkpoint import CheckpointWriter, load_checkpoint
-from manta.training.loop import Loop
+from manta.training.record import Record
 from tests.conftest import ROOT, Lab, compose_run, history, summary
 from tests.test_failures import fault
 
@@ -413,10 +413,10 @@ def test_all_ranks_hear_of_it(run: RunDir) -> None:
         return [pickle.loads(pickle.dumps(told[0]))]
 
     for rank in (0, 1):
-        loop = object.__new__(Loop)
-        loop.session = SimpleNamespace(main=rank == 0, run=run, gather=gather)  # type: ignore[assignment]
+        record = object.__new__(Record)
+        record.session = SimpleNamespace(main=rank == 0, run=run, gather=gather)  # type: ignore[assignment]
         with pytest.raises(MantaError, match=f"No checkpoint of {run} is whole") as refused:
-            loop._state()
+            record._find()
         assert refused.value.code == 2
     assert told[1] is None
 

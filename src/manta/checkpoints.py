@@ -109,7 +109,7 @@ def verify(path: Path, contents: bool = True) -> dict[str, Any]:
             raise Damaged(path, f"{META} says nothing of {name}")
         if size != expected["bytes"]:
             raise Damaged(path, f"{name} has {size:,} bytes instead of {expected['bytes']:,}")
-        if contents and expected["sha256"] not in (None, _hash(path, name)):
+        if contents and expected["sha256"] not in (None, file_hash(path, name)):
             raise Damaged(path, f"the content of {name} is not what was written (its SHA-256 differs)")
     return meta
 
@@ -119,7 +119,8 @@ def sizes(path: Path) -> dict[str, Any]:
     return verify(path, contents=False)
 
 
-def _hash(path: Path, name: str) -> str:
+def file_hash(path: Path, name: str) -> str:
+    """SHA-256 of a file of a checkpoint."""
     found, buffer = hashlib.sha256(), memoryview(bytearray(BUFFER_BYTES))
     try:
         with open(path / name, "rb", buffering=0) as file:

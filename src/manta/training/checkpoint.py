@@ -14,7 +14,7 @@ from typing import IO, Any
 
 import torch
 
-from manta.checkpoints import FORMAT, REPLACED, STATE, Damaged, finish_replacing, sizes, sync_folder, verify
+from manta.checkpoints import FORMAT, REPLACED, STATE, Damaged, file_hash, finish_replacing, sizes, sync_folder, verify
 from manta.errors import MantaError
 from manta.runs import META, exchange, finite, point, short
 from manta.runs import find_checkpoint as find_checkpoint
@@ -39,19 +39,27 @@ class CheckpointWriter:
         self._pool = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
         self._pending: Future[None] | None = None
 
-    def save(self, state: dict[str, Any], meta: dict[str, Any], best: bool, published: Callable[[], None]) -> None:
+    def save(
+        self,
+        state: dict[str, Any],
+        meta: dict[str, Any],
+        best: bool,
+        published: Callable[[], None],
+        files: Path | None = None,
+    ) -> None:
         """Publish a checkpoint; with asynchronous writing, wait only for the one before.
 
         Args:
             state: independent of the live training state (see `parallel.whole`).
             best: it is the best so far.
             published: called once it is whole and `last` names it; what speaks of it is written then, not before.
+            files: a folder of other files that are moved into it.
         """
         self.wait()
         if self._pool is None:
-            self._write(state, meta, best, published)
+            self._write(state, meta, best, published, files)
         else:
-            self._pending = self._pool.submit(self._write, state, meta, best, published)
+            self._pending = self._pool.submit(self._write, state, meta, best, published, files)
 
     def wait(self) -> None:
         """Return when what was saved is on disk; raises what the write raised."""
@@ -66,14 +74,17 @@ class CheckpointWriter:
             if self._pool is not None:
                 self._pool.shutdown()
 
-    def _write(self, state: dict[str, Any], meta: dict[str, Any], best: bool, published: Callable[[], None]) -> None:
+    def _write(
+        self, state: dict[str, Any], meta: dict[str, Any], best: bool, published: Callable[[], None], files: Path | None
+    ) -> None:
         name = f"step-{meta['step']:08d}"
         final, aside = self.folder / name, self.folder / f".writing-{name}"
         shutil.rmtree(aside, ignore_errors=True)
         try:
             aside.mkdir()
-            expected = _write_state(aside / STATE, state)
-            _write_json(aside / META, {**meta, "format": FORMAT, "files": {STATE: expected}})
+            expected = {STATE: _write_state(aside / STATE, state)}
+            expected |= {} if files is None else _take(files, aside)
+            _write_json(aside / META, {**meta, "format": FORMAT, "files": expected})
             sync_folder(aside)
             self._put(aside, final)
         except OSError:
@@ -146,6 +157,18 @@ def _write_state(path: Path, state: dict[str, Any]) -> dict[str, Any]:
         file.flush()
         os.fsync(file.fileno())
     return {"bytes": hashed.bytes, "sha256": hashed.sha256.hexdigest()}
+
+
+def _take(files: Path, into: Path) -> dict[str, Any]:
+    """Move files into a checkpoint, flushed to disk; what meta.json says of them."""
+    found = {}
+    for path in sorted(files.iterdir()):
+        assert path.is_file() and path.name not in (STATE, META), path
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+        found[path.name] = {"bytes": path.stat().st_size, "sha256": file_hash(path.parent, path.name)}
+        path.rename(into / path.name)
+    return found
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
