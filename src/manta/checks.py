@@ -30,6 +30,7 @@ NUMBERS = {
     "seed": f">= 0, <= {2**32 - 1}",
     "data.input_shape": f">= 1, <= {2**20}",
     "data.num_classes": f">= 1, <= {10**7}",
+    "data.target_std": "> 0",
     "data.batch_size": f">= 1, <= {10**8}",
     "data.micro_batch_size": ">= 1",
     "data.eval_batch_size": f">= 1, <= {10**8}",
@@ -122,6 +123,7 @@ NUMBERS = {
 OR_AUTO = ("scaling.num_workers", "data.micro_batch_size")  # which rules of their own look at
 CHOICES = {
     "objective.mode": ("max", "min"),
+    "data.input_dtype": ("float", "int64"),
     "scheduler.unit": ("step", "epoch", "validation"),
     "training.precision": PRECISIONS,
     "scaling.strategy": STRATEGIES,
@@ -232,12 +234,15 @@ def plug_ins(config: Config) -> Iterator[str]:
     specs["recipe"] = {"_target_": config.recipe._target_}
     if config.scheduler:
         specs["scheduler"] = config.scheduler
+    if config.recipe.task:
+        specs["recipe.task"] = config.recipe.task
     for split, transforms in asdict(config.data.transforms).items():
         specs |= {f"data.transforms.{split}[{index}]": spec for index, spec in enumerate(transforms)}
-    for key, spec in specs.items():
-        for where, target in {f"{key}._target_": None, **dict(_leaves(key, spec))}.items():
-            if where.endswith("._target_"):
-                yield from _target(where.removesuffix("._target_"), target, config.allowed_targets)
+    named = {f"{key}._target_": None for key in specs}
+    for key, spec in {**specs, "recipe.settings": config.recipe.settings}.items():
+        named |= {where: target for where, target in _leaves(key, spec) if where.endswith("._target_")}
+    for where, target in named.items():
+        yield from _target(where.removesuffix("._target_"), target, config.allowed_targets)
 
 
 def objective(config: Config) -> Iterator[str]:

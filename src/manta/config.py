@@ -55,8 +55,15 @@ class Data:
     """The plug-in: `_target_` of a function that returns `manta.data.Splits`, and its arguments."""
     input_shape: list[int] = MISSING
     """Shape of one sample, channels first, e.g. [1, 8, 8]. Models take their input size from it."""
+    input_dtype: str = "float"
+    """What a model gets: float (in `training.precision`), or int64 (token ids)."""
     num_classes: int = MISSING
-    """Number of classes. Models take their output size from it."""
+    """Number of classes; of tokens in the vocabulary; for regression of numbers to predict. Models take their output size
+    from it."""
+    target_mean: float = 0.0
+    """For regression: mean of the training targets. The model learns targets scaled to mean 0 and deviation 1."""
+    target_std: float = 1.0
+    """For regression: standard deviation of the training targets."""
     root: str = "data"
     """Folder of downloaded data; a relative path is relative to where the command was typed."""
     download: bool = True
@@ -82,10 +89,14 @@ class Data:
 
 @dataclass
 class Recipe:
-    """The training function and what it reports."""
+    """The training function, what it is trained for and what it reports."""
 
     _target_: str = MISSING
     """A class with the `manta.recipes.Recipe` interface."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Arguments of that class: what this recipe alone knows."""
+    task: dict[str, Any] = field(default_factory=dict)
+    """`_target_` of a `manta.training.tasks.Task` and its arguments: loss, metrics and predictions."""
     metrics: list[str] = field(default_factory=list)
     """What the recipe reports after each validation; `objective.metric` must be one of them."""
 

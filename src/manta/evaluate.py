@@ -21,7 +21,6 @@ from manta.resume import load
 from manta.runs import RunDir, find_checkpoint, link_or_copy
 from manta.search.best import best_of, is_search
 from manta.storage import bring_back
-from manta.targets import build
 from manta.view import View, number, table
 from manta.workers import on_workers
 
@@ -167,8 +166,9 @@ def _whole(run: RunDir, but: Path | None = None) -> str:
 
 def measure(session: Any, config: Config, checkpoint: Path, splits: list[str]) -> dict[str, float]:
     """On every rank: what the run's recipe says of a checkpoint."""
-    recipe = build("recipe", {"_target_": config.recipe._target_}, config.allowed_targets)
-    return recipe.evaluate(session, config, checkpoint, splits)
+    from manta.recipes import make_recipe
+
+    return make_recipe(config).evaluate(session, config, checkpoint, splits)
 
 
 def _measure_on_worker(session: Any, config: Config, checkpoint: Path, splits: list[str]) -> dict[str, float]:

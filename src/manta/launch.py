@@ -23,7 +23,7 @@ from manta.config import Config
 from manta.errors import FAILED, FINISHED, INTERRUPTED, INVALID, MantaError
 from manta.plan import REHEARSAL, Needs
 from manta.runs import RunDir, with_way_out
-from manta.targets import ALLOWED_TARGETS, build
+from manta.targets import ALLOWED_TARGETS
 from manta.tracking import enabled
 from manta.tracking.live import settle
 from manta.view import Rows, View, number, table
@@ -178,7 +178,9 @@ class Launch:
             from manta.storage import remote
 
             remote.check(config.storage, self.previous is not None, self.view.say)
-        recipe = build("recipe", {"_target_": config.recipe._target_}, config.allowed_targets)
+        from manta.recipes import make_recipe
+
+        recipe = make_recipe(config)
         if not all(callable(getattr(recipe, name, None)) for name in ("check", "train", "evaluate", "predict")):
             raise MantaError(
                 f"recipe._target_={config.recipe._target_} is no recipe: it needs check, train, evaluate and predict "

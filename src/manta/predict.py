@@ -13,7 +13,6 @@ from manta.config import Cluster, Config, Data, Storage, absolute, from_hydra, r
 from manta.errors import FINISHED, MantaError, nearest
 from manta.evaluate import find_run, published, saved_config
 from manta.storage import bring_back
-from manta.targets import build
 from manta.view import View, table
 
 if TYPE_CHECKING:
@@ -78,23 +77,25 @@ def predict(arguments: Arguments, conf: Path) -> int:
     config = saved_config(run, 0, arguments.use_gpu, Cluster())
     place = _place(arguments.data, config, conf)
     with published(run, arguments.checkpoint) as checkpoint, TemporaryDirectory() as scratch:
-        from manta.data.load import load_splits
+        from manta.recipes import make_recipe
         from manta.session import plain
 
-        own = load_splits(config.data, config.allowed_targets)
+        own = _splits(config.data, config)
         source = _source(place, arguments.split, own, config, Path(scratch))
-        recipe = build("recipe", {"_target_": config.recipe._target_}, config.allowed_targets)
+        recipe = make_recipe(config)
         session = plain(run, arguments.use_gpu, stop=lambda: False)
         count = correct = 0
+        classes = False
         with _writer(output) as write:
-            for classes, probabilities, targets in recipe.predict(session, config, checkpoint, source.dataset):
-                write(_columns(source, own.classes, count, classes.numpy(), probabilities.numpy(), targets.numpy()))
-                count += len(classes)
-                correct += int((classes == targets).sum())
+            for predicted, probabilities, targets in recipe.predict(session, config, checkpoint, source.dataset):
+                write(_columns(source, own.classes, count, predicted, probabilities, targets))
+                classes = probabilities is not None and targets.dim() == 1
+                count += len(predicted)
+                correct += int((predicted == targets).sum()) if classes else 0
     rows = [("checkpoint", f"{arguments.checkpoint} of {run}"), ("inputs", f"{source.shown}: {count:,}")]
     if output.is_relative_to(run.path):
         bring_back(run, arguments.storage, view.say)
-    if source.classes is not None:
+    if source.classes is not None and classes:
         rows.append(("accuracy", f"{correct / count:.4f}"))
     view.say(table("Predictions", [*rows, ("written to", runs.short(output))]))
     return FINISHED
@@ -151,34 +152,52 @@ def _option(name: str, config: Config, conf: Path) -> Data:
 def _source(place: Data | Path, split: str, own: "Splits", config: Config, scratch: Path) -> Source:
     """Open the inputs."""
     from manta.data.inputs import array_file, image_files
-    from manta.data.load import load_splits
 
     if isinstance(place, Path):
         if place.is_dir():
             return Source(str(place), *image_files(place, own, config.data))
         return Source(str(place), *array_file(place, own, config.data, scratch))
-    splits = own if place is config.data else load_splits(place, config.allowed_targets)
+    splits = own if place is config.data else _splits(place, config)
     dataset: Any = getattr(splits, split)
     if dataset is None:
         raise MantaError(f"split={split}: data set {place.name} has no {split} split. Use split=val.")
     return Source(f"{place.name}, {split}", dataset, range(len(dataset)), splits.classes)
 
 
+def _splits(data: Data, config: Config) -> "Splits":
+    """A data set whose targets the run's task knows."""
+    from manta.data.load import load_splits
+    from manta.training.tasks import make_task
+
+    return load_splits(data, config.allowed_targets, make_task(config).check_targets)
+
+
 # --- output ------------------------------------------------------------------------------------------------------
 
 
 def _columns(
-    source: Source, names: Sequence[str], start: int, classes: Any, probabilities: Any, targets: Any
+    source: Source, names: Sequence[str], start: int, predicted: Any, probabilities: Any, targets: Any
 ) -> dict[str, Any]:
-    """A batch, column by column; names: of the run's classes, empty = their numbers."""
-    columns: dict[str, Any] = {"id": list(source.ids[start : start + len(classes)])}
-    if source.classes is not None:
-        columns["target"] = [source.classes[target] for target in targets] if source.classes else targets
-    columns["prediction"] = [names[number] for number in classes] if names else classes
-    columns["probability"] = probabilities[range(len(classes)), classes]
+    """A batch of tensors, column by column; names: of the run's classes, empty = their numbers."""
+    columns: dict[str, Any] = {"id": list(source.ids[start : start + len(predicted)])}
+    if source.classes is not None and targets.dim() == 1:
+        columns["target"] = [source.classes[target] for target in targets] if source.classes else targets.numpy()
+    if probabilities is None:
+        return columns | _numbered("target", targets, source.classes is not None) | _numbered("prediction", predicted)
+    columns["prediction"] = [names[number] for number in predicted] if names else predicted.numpy()
+    columns["probability"] = probabilities[range(len(predicted)), predicted].numpy()
     for number in range(probabilities.shape[1]):
-        columns[f"p_{names[number] if names else number}"] = probabilities[:, number]
+        columns[f"p_{names[number] if names else number}"] = probabilities[:, number].numpy()
     return columns
+
+
+def _numbered(name: str, values: Any, known: bool = True) -> dict[str, Any]:
+    """Columns of (n,) or (n, k) numbers."""
+    if not known:
+        return {}
+    if values.dim() == 1:
+        return {name: values.numpy()}
+    return {f"{name}_{index}": column.numpy() for index, column in enumerate(values.flatten(1).unbind(1))}
 
 
 @contextmanager

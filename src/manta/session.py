@@ -23,7 +23,6 @@ from manta.config import Config
 from manta.errors import FAILED as FAILED_CODE
 from manta.errors import MantaError
 from manta.runs import FAILED, INTERRUPTED, MetricsFile, RunDir, explaining, finite, with_way_out, writing
-from manta.targets import build
 from manta.tracking.live import Live
 from manta.watchdog import Pulse, Stuck, Watchdog, begin
 
@@ -316,7 +315,9 @@ def _told(session: Session, config: Config) -> str:
 
 
 def _train(session: Session, config: Config) -> str:
-    recipe = build("recipe", {"_target_": config.recipe._target_}, config.allowed_targets)
+    from manta.recipes import make_recipe  # recipes know sessions
+
+    recipe = make_recipe(config)
     with watched(session, config), loaders_in_words(session, config):
         return str(recipe.train(session, config)["state"])
 

@@ -18,8 +18,8 @@ BatchTransform = Callable[[Tensor], Tensor]
 class TensorSet:
     """A data set in memory.
 
-    inputs: (N, *input_shape), uint8 or floating point; targets: (N,) int64.
-    prepare: turns raw inputs (any dtype) into what the model sees, floating point, on whole batches
+    inputs: (N, *input_shape), uint8 or floating point; targets: (N,) int64 class numbers, or what the task takes.
+    prepare: turns raw inputs (any dtype) into what the model sees (see `data.input_dtype`), on whole batches
     and on the batch's device (scaling, normalisation); None = inputs are ready.
     """
 

@@ -1,6 +1,6 @@
 """Config -> checked splits: mistakes between a data set and its config are found before training starts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,13 +11,39 @@ from manta.data import AnySet, Splits, TensorSet
 from manta.errors import MantaError
 from manta.targets import build
 
+CheckTargets = Callable[[str, Tensor, Data], None]
+"""See `manta.training.tasks.Task.check_targets`."""
 
-def load_splits(data: Data, allowed: Sequence[str]) -> Splits:
+
+def class_numbers(where: str, targets: Tensor, data: Data) -> None:
+    """Refuse targets that are no classes.
+
+    Raises:
+        MantaError: they are not integers in [0, num_classes), one a sample.
+    """
+    if targets.dim() != 1 or targets.dtype != torch.int64:
+        raise MantaError(
+            f"{where} has targets of type {targets.dtype} and shape {list(targets.shape)}; they must be class numbers: "
+            "int64, one a sample."
+        )
+    low, high = int(targets.min()), int(targets.max())
+    if low < 0:
+        raise MantaError(f"{where} has the target {low}: class numbers start at 0.")
+    if high >= data.num_classes:
+        raise MantaError(
+            f"data.num_classes={data.num_classes}, but a target is {high} ({where}): 'data.num_classes={high + 1}'"
+        )
+
+
+def load_splits(data: Data, allowed: Sequence[str], check_targets: CheckTargets = class_numbers) -> Splits:
     """Build `data.dataset` and check it against `data.input_shape` and `data.num_classes`.
+
+    Args:
+        check_targets: the task's.
 
     Raises:
         MantaError: as `manta.targets.build`; or a split is empty, its samples have another shape or type, its
-            targets are not integers in [0, num_classes), or the classes are not as many as `data.num_classes`.
+            targets are not the task's, or the classes are not as many as `data.num_classes`.
     """
     splits = build("data.dataset", data.dataset, allowed)
     if not isinstance(splits, Splits):
@@ -38,7 +64,7 @@ def load_splits(data: Data, allowed: Sequence[str]) -> Splits:
                 "manta.data.split.carve_fraction"
             )
         if part is not None:
-            _check_split(f"The {name} split of data set {data.name}", part, data)
+            _check_split(f"The {name} split of data set {data.name}", part, data, check_targets)
     return splits
 
 
@@ -46,7 +72,7 @@ def _listed(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
 
 
-def _check_split(where: str, part: AnySet, data: Data) -> None:
+def _check_split(where: str, part: AnySet, data: Data, check_targets: CheckTargets) -> None:
     """One split: not empty, first sample's shape and type, every target that can be seen without reading samples."""
     try:
         size = len(part)  # type: ignore[arg-type]
@@ -61,11 +87,12 @@ def _check_split(where: str, part: AnySet, data: Data) -> None:
     else:
         sample, target = _first(where, part)
         try:
-            targets = torch.as_tensor(getattr(part, "targets", [target]))
+            known = getattr(part, "targets", None)
+            targets = torch.as_tensor(target)[None] if known is None else torch.as_tensor(known)
         except (TypeError, ValueError, RuntimeError):
-            raise MantaError(f"{where}: a target is {target!r}; it must be a class number, an int.") from None
+            raise MantaError(f"{where}: a target is {target!r}; it must be a number (a class) or a tensor.") from None
     _check_sample(where, sample, data)
-    _check_targets(where, targets, data)
+    check_targets(where, targets, data)
 
 
 def _first(where: str, part: Any) -> tuple[Any, Any]:
@@ -76,27 +103,19 @@ def _first(where: str, part: Any) -> tuple[Any, Any]:
 
 
 def _check_sample(where: str, sample: Any, data: Data) -> None:
-    if not isinstance(sample, Tensor) or not sample.is_floating_point():
-        kind = sample.dtype if isinstance(sample, Tensor) else type(sample).__name__
-        raise MantaError(f"{where} gives the model {kind}; it must be a floating point tensor (see TensorSet.prepare).")
+    kind = sample.dtype if isinstance(sample, Tensor) else type(sample).__name__
+    fits = isinstance(sample, Tensor) and (
+        sample.is_floating_point() if data.input_dtype == "float" else kind == torch.int64
+    )
+    if not fits:
+        wanted = "a floating point" if data.input_dtype == "float" else "an int64"
+        raise MantaError(
+            f"{where} gives the model {kind}; with data.input_dtype={data.input_dtype} it must be {wanted} tensor (see "
+            "TensorSet.prepare)."
+        )
     if list(sample.shape) != list(data.input_shape):
         shape = str(list(sample.shape)).replace(" ", "")
         raise MantaError(
             f"data.input_shape={list(data.input_shape)}, but a sample has shape {list(sample.shape)} ({where}): "
             f"'data.input_shape={shape}'"
-        )
-
-
-def _check_targets(where: str, targets: Tensor, data: Data) -> None:
-    if targets.dim() != 1 or targets.dtype != torch.int64:
-        raise MantaError(
-            f"{where} has targets of type {targets.dtype} and shape {list(targets.shape)}; they must be class numbers: "
-            "int64, one a sample."
-        )
-    low, high = int(targets.min()), int(targets.max())
-    if low < 0:
-        raise MantaError(f"{where} has the target {low}: class numbers start at 0.")
-    if high >= data.num_classes:
-        raise MantaError(
-            f"data.num_classes={data.num_classes}, but a target is {high} ({where}): 'data.num_classes={high + 1}'"
         )

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from manta.config import Config
 from manta.data import AnySet
 from manta.session import Session
+from manta.targets import build
 
 
 @dataclass
@@ -22,12 +23,13 @@ class Outline:
     """Optimizer steps to the end, if the driver can know."""
 
 
-Prediction = tuple[Tensor, Tensor, Tensor]
-"""Of n samples, on the CPU: predicted classes (n,) int64, probabilities (n, classes), targets (n,)."""
+Prediction = tuple[Tensor, Tensor | None, Tensor]
+"""Of n samples, on the CPU: what is predicted (n,) or (n, k), classes int64; probabilities (n, classes) if there are
+classes; targets (n, ...)."""
 
 
 class Recipe(Protocol):
-    """What a class named by `recipe._target_` offers; it is constructed without arguments."""
+    """What a class named by `recipe._target_` offers; `recipe.settings` are its constructor's arguments."""
 
     def check(self, config: Config, look_at_data: bool) -> Outline:
         """On the driver, before anything starts: refuse what cannot work, describe what will run.
@@ -69,3 +71,14 @@ class Recipe(Protocol):
         May be left out: then only checkpoints are kept.
         """
         ...
+
+
+def make_recipe(config: Config) -> Recipe:
+    """The configured recipe.
+
+    Raises:
+        MantaError: as `manta.targets.build`.
+    """
+    spec = {**config.recipe.settings, "_target_": config.recipe._target_}
+    recipe: Recipe = build("recipe.settings" if config.recipe.settings else "recipe", spec, config.allowed_targets)
+    return recipe

@@ -21,21 +21,21 @@ from manta.training.loop import Loop, training_length
 from manta.training.memory import settled_for
 from manta.training.parallel import bare, parallelise
 from manta.training.precision import Precision
-from manta.training.tasks import Classification
-
-REPORTED = ("val/loss", "val/accuracy")
+from manta.training.tasks import Task, make_task
 
 
 class PyTorchRecipe:
     """`recipe=pytorch`; see `manta.recipes.Recipe` for what each method does."""
 
     def check(self, config: Config, look_at_data: bool) -> Outline:
-        if config.objective.metric not in REPORTED:
+        task = make_task(config)
+        reported = [f"val/{name}" for name in task.names]
+        if config.objective.metric not in reported:
             raise MantaError(
-                f"objective.metric={config.objective.metric} is in recipe.metrics, but this recipe reports "
-                f"{', '.join(REPORTED)}."
+                f"objective.metric={config.objective.metric} is in recipe.metrics, but {type(task).__name__} reports "
+                f"{', '.join(reported)}."
             )
-        model = _on_meta(config)
+        model = _on_meta(config, task)
         parameters = sum(p.numel() for p in model.parameters())
         name = config.model["_target_"].rsplit(".", 1)[-1]
         rows = [("model", f"{name}, {parameters:,} parameters")]
@@ -44,7 +44,7 @@ class PyTorchRecipe:
             build_transforms(f"data.transforms.{split}", specs, config.allowed_targets)
         train_size = 1
         if look_at_data:
-            splits = load_splits(config.data, config.allowed_targets)
+            splits = _splits(config)
             sizes = {name: _size(splits, name) for name in ("train", "val", "test")}
             train_size = sizes["train"]
             shown = ", ".join(f"{name} {size:,}" for name, size in sizes.items() if size)
@@ -56,16 +56,16 @@ class PyTorchRecipe:
         return Outline(rows, total["step"] if look_at_data else None)
 
     def train(self, session: Session, config: Config) -> dict[str, Any]:
-        return Loop(session, config, load_splits(config.data, config.allowed_targets)).run()
+        return Loop(session, config, _splits(config)).run()
 
     def evaluate(self, session: Session, config: Config, checkpoint: Path, splits: list[str]) -> dict[str, float]:
-        data = load_splits(config.data, config.allowed_targets)
+        data = _splits(config)
         splits = splits or [split for split in ("val", "test") if getattr(data, split) is not None]
         for split in splits:
             if getattr(data, split) is None:
                 raise MantaError(f"splits=[{split}]: data set {config.data.name} has no {split} split.")
         config = settled_for(config, checkpoint)
-        evaluator, model = Evaluator(session, config, data, Classification()), _trained(session, config, checkpoint)
+        evaluator, model = Evaluator(session, config, data, make_task(config)), _trained(session, config, checkpoint)
         found: dict[str, float] = {}
         for split in splits:
             found |= evaluator(model, split)
@@ -73,12 +73,12 @@ class PyTorchRecipe:
 
     def predict(self, session: Session, config: Config, checkpoint: Path, dataset: AnySet) -> Iterator[Prediction]:
         config = settled_for(config, checkpoint)
-        return predictions(session, config, _trained(session, config, checkpoint), dataset, Classification())
+        return predictions(session, config, _trained(session, config, checkpoint), dataset, make_task(config))
 
     def export(self, config: Config, checkpoint: Path) -> tuple[nn.Module, torch.Tensor]:
         model = build_model(config)
         load_weights(model, load_checkpoint(checkpoint)[0]["learner"])
-        return model.float().eval(), torch.zeros(2, *config.data.input_shape)
+        return model.float().eval(), _empty(config, "cpu").zero_()
 
 
 def _trained(session: Session, config: Config, checkpoint: Path) -> nn.Module:
@@ -94,11 +94,21 @@ def _size(splits: Splits, name: str) -> int:
     return 0 if dataset is None else len(dataset)
 
 
-def _on_meta(config: Config) -> nn.Module:
+def _splits(config: Config) -> Splits:
+    return load_splits(config.data, config.allowed_targets, make_task(config).check_targets)
+
+
+def _empty(config: Config, device: str) -> torch.Tensor:
+    """A batch of two inputs, of whatever is in memory."""
+    dtype = torch.int64 if config.data.input_dtype == "int64" else torch.float32
+    return torch.empty(2, *config.data.input_shape, dtype=dtype, device=device)
+
+
+def _on_meta(config: Config, task: Task) -> nn.Module:
     """The model without memory for its weights, after a forward pass that checks its shapes.
 
     Raises:
-        MantaError: it does not take `data.input_shape` or give `data.num_classes` outputs.
+        MantaError: it does not take `data.input_shape` or give what the task needs.
     """
     shape = [2, *config.data.input_shape]
     try:
@@ -107,16 +117,17 @@ def _on_meta(config: Config) -> nn.Module:
     except NotImplementedError:  # a constructor that needs real numbers
         model = build_model(config).to("meta")
     try:
-        output = model(torch.empty(shape, device="meta"))
+        output = model(_empty(config, "meta"))
     except NotImplementedError:
         return model
     except (RuntimeError, ValueError, IndexError) as error:
         raise MantaError(f"model: {config.model['_target_']} cannot take a batch of shape {shape}: {error}") from error
-    if not isinstance(output, torch.Tensor) or list(output.shape) != [2, config.data.num_classes]:
+    wanted = task.output_shape(config.data)
+    if not isinstance(output, torch.Tensor) or (wanted is not None and list(output.shape) != [2, *wanted]):
         got = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
         raise MantaError(
             f"model: for a batch of shape {shape}, {config.model['_target_']} gives {got} instead of "
-            f"[2, {config.data.num_classes}] logits (data.num_classes={config.data.num_classes})."
+            f"{[2, *(wanted or [])]}, which {type(task).__name__} needs (data.num_classes={config.data.num_classes})."
         )
     if not output.requires_grad:
         raise MantaError(

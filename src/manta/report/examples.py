@@ -13,7 +13,6 @@ from manta.config import Cluster
 from manta.errors import MantaError
 from manta.evaluate import published, saved_config
 from manta.runs import RunDir
-from manta.targets import build
 
 if TYPE_CHECKING:
     from manta.config import Config
@@ -63,11 +62,13 @@ def find_examples(run: RunDir) -> Examples:
     config = replace(config, data=replace(config.data, download=False, num_workers=0, dataset=offline))
     with published(run, "best") as checkpoint:
         from manta.data.load import load_splits
+        from manta.recipes import make_recipe
         from manta.session import plain
+        from manta.training.tasks import make_task
 
-        splits = load_splits(config.data, config.allowed_targets)
+        splits = load_splits(config.data, config.allowed_targets, make_task(config).check_targets)
         dataset, ids = _part(splits.val)
-        recipe = build("recipe", {"_target_": config.recipe._target_}, config.allowed_targets)
+        recipe = make_recipe(config)
         session = plain(run, False, stop=lambda: False)
         found = _collect(recipe.predict(session, config, checkpoint, dataset), config, list(splits.classes))
     found.size = len(splits.val)  # type: ignore[arg-type]
@@ -100,7 +101,7 @@ def _collect(batches: Any, config: "Config", names: list[str]) -> Examples:
     wrong: list[Example] = []
     seen, began = 0, time.monotonic()
     for classes, probabilities, targets in batches:
-        if probabilities.dim() != 2 or probabilities.shape[1] != n or targets.is_floating_point():
+        if probabilities is None or targets.dim() != 1 or probabilities.shape[1] != n or targets.is_floating_point():
             raise MantaError("The recipe predicts no classes.")
         counts += torch.bincount(targets * n + classes, minlength=n * n)
         for row in (classes != targets).nonzero().flatten().tolist():

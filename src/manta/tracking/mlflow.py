@@ -211,12 +211,12 @@ def save_model(run: RunDir, checkpoint: Path, target: Path, alive: Alive) -> boo
     from mlflow.types import Schema, TensorSpec
     from omegaconf import OmegaConf
 
+    from manta.recipes import make_recipe
     from manta.resume import load
-    from manta.targets import build
 
     config = OmegaConf.to_object(load(run))
     assert isinstance(config, Config)
-    recipe = build("recipe", {"_target_": config.recipe._target_}, config.allowed_targets)
+    recipe = make_recipe(config)
     if not hasattr(recipe, "export"):
         return False
     alive()

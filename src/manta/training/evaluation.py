@@ -13,7 +13,7 @@ from manta.session import Session
 from manta.training.loader import Loader
 from manta.training.precision import Precision
 from manta.training.sampler import micro_batches
-from manta.training.tasks import Classification
+from manta.training.tasks import Task
 
 
 def make_loader(session: Session, config: Config, splits: Splits, split: str) -> Loader:
@@ -38,7 +38,7 @@ def _loader(session: Session, config: Config, dataset: AnySet, kind: str) -> Loa
 class Evaluator:
     """Metrics of a model on a split; every rank calls it and gets the same numbers."""
 
-    def __init__(self, session: Session, config: Config, splits: Splits, task: Classification) -> None:
+    def __init__(self, session: Session, config: Config, splits: Splits, task: Task) -> None:
         self.session, self.config, self.splits, self.task = session, config, splits, task
         self.precision = Precision.make(config.training.precision, session.device)
         self.loaders: dict[str, Loader] = {}
@@ -54,27 +54,28 @@ class Evaluator:
         batch = data.eval_batch_size or data.micro_batch_size or math.ceil(data.batch_size / session.world_size)
         micros = micro_batches(torch.arange(size), session.rank, session.world_size, batch)
         micros = micros[: self.config.training.limit_eval_batches]
-        sums = torch.zeros(len(self.task.metrics) + 1, dtype=torch.float64, device=session.device)
+        sums: Tensor | None = None
         batches = self.loaders[split].batches(micro.indices for micro in micros)
         for micro, (inputs, targets) in zip(micros, batches, strict=True):
             session.pulse(f"evaluating {split}")
             with self.precision.context():
                 logits = model(inputs)
+            totals = self.task.totals(logits, targets).double()
+            found = torch.cat([totals, totals.new_tensor([len(targets)])])
+            sums = torch.zeros_like(found) if sums is None else sums
             if micro.real:
-                sums[:-1] += self.task.totals(logits, targets)
-                sums[-1] += len(targets)
-        *totals, count = session.sum(sums).tolist()
-        return {
-            f"{split}/{name}": total / count if count else math.nan
-            for name, total in zip(self.task.metrics, totals, strict=True)
-        }
+                sums += found
+        assert sums is not None, "every rank has a batch"
+        *summed, count = session.sum(sums).tolist()
+        metrics = self.task.metrics(summed, count) if count else dict.fromkeys(self.task.names, math.nan)
+        return {f"{split}/{name}": value for name, value in metrics.items()}
 
 
 @torch.no_grad()
 def predictions(
-    session: Session, config: Config, model: nn.Module, dataset: AnySet, task: Classification
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """(classes, probabilities, targets) of every sample in order, a batch at a time; model: in eval mode."""
+    session: Session, config: Config, model: nn.Module, dataset: AnySet, task: Task
+) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
+    """(predictions, probabilities, targets) of every sample in order, a batch at a time; model: in eval mode."""
     precision, data = Precision.make(config.training.precision, session.device), config.data
     assert not isinstance(data.micro_batch_size, str), "auto is settled by the recipe"
     size = data.eval_batch_size or data.micro_batch_size or data.batch_size
@@ -87,5 +88,5 @@ def predictions(
         for inputs, targets in _loader(session, config, part, "eval").batches(ids.split(size)):
             with precision.context():
                 logits = model(inputs)
-            classes, probabilities = task.predictions(logits)
-            yield classes.cpu(), probabilities.cpu(), targets.cpu()
+            predicted, probabilities = task.predictions(logits)
+            yield predicted.cpu(), None if probabilities is None else probabilities.cpu(), targets.cpu()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from manta.config import Config
+from manta.data import AnySet
 from manta.errors import FAILED, MantaError
 from manta.session import Session
 from manta.targets import build
@@ -16,10 +17,10 @@ from manta.training.ema import Ema
 from manta.training.histograms import Histograms
 from manta.training.parallel import bare, gradient_sync, is_sharded, load_model, load_optimizer, parallelise, whole
 from manta.training.precision import Precision
-from manta.training.tasks import Classification
+from manta.training.tasks import make_task
 
 MicroBatch = tuple[Tensor, Tensor, bool]
-"""inputs (n, *input_shape), targets (n,), and whether its samples count."""
+"""inputs (n, *input_shape), targets (n, ...), and whether its samples count."""
 
 
 def build_model(config: Config) -> nn.Module:
@@ -79,7 +80,7 @@ class Learner:
     def __init__(self, session: Session, config: Config, total: dict[str, int]) -> None:
         self.session, self.config = session, config
         self.precision = Precision.make(config.training.precision, session.device)
-        self.task = Classification(config.training.label_smoothing)
+        self.task = make_task(config)
         model = self.precision.cast(build_model(config).to(session.device))
         if config.training.compile:
             model.compile()
@@ -93,6 +94,8 @@ class Learner:
         if session.main and config.tracking.watch is not None:
             path, every = session.run.histograms, config.training.log_every_n_steps
             self.histograms = Histograms(path, bare(self.model), config.tracking.watch, every)
+        self.train_set: AnySet | None = None
+        """What is trained on, to try how much fits into memory."""
         self.saved = False
         """Whether there is a checkpoint of this run, perhaps still being written."""
         self._found, self._one = torch.zeros((), device=session.device), torch.ones((), device=session.device)

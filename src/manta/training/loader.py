@@ -16,6 +16,13 @@ from manta.training.sampler import mix
 Batch = tuple[Tensor, Tensor]
 
 
+def first_target(dataset: AnySet | None) -> Tensor:
+    """Of sample 0; a class if there is no data set."""
+    if dataset is None:
+        return torch.tensor(0)
+    return dataset.targets[0] if isinstance(dataset, TensorSet) else torch.as_tensor(dataset[0][1])
+
+
 class Loader:
     """Serves (inputs, targets) on `device` for each index tensor it is asked for, in order.
 
@@ -48,7 +55,7 @@ class Loader:
             )
 
     def batches(self, indices: Iterable[Tensor], epoch: int = 0) -> Iterator[Batch]:
-        """(inputs, targets) for each (n,) int64 index tensor; inputs floating point, (n, *input_shape)."""
+        """(inputs, targets) for each (n,) int64 index tensor; inputs floating point or token ids, (n, *input_shape)."""
         if self.tensors is not None:
             for chunk in indices:
                 yield self._finish(*self.tensors.batch(chunk))
@@ -75,7 +82,8 @@ class Loader:
     def _finish(self, inputs: Tensor, targets: Tensor) -> Batch:
         if self.transform is not None:
             inputs = self.transform(inputs)
-        return (inputs if inputs.dtype == self.dtype else inputs.to(self.dtype)), targets
+        fine = inputs.dtype == self.dtype or not inputs.is_floating_point()
+        return (inputs if fine else inputs.to(self.dtype)), targets
 
 
 class _Plan:

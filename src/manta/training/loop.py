@@ -58,6 +58,7 @@ class Loop:
             torch.backends.cudnn.benchmark = False
         seed_everything(config.seed)  # the weights: equal on every rank, whatever the number of ranks
         self.learner = Learner(session, config, self.total)
+        self.learner.train_set = splits.train
         seed_rank(config.seed, session.rank)
         self.loader = make_loader(session, config, splits, "train")
         self.record = Record(session, config)

@@ -14,6 +14,7 @@ from manta.config import Config, Data
 from manta.errors import FAILED, MantaError
 from manta.runs import META, with_way_out
 from manta.training.learner import Learner
+from manta.training.loader import first_target
 from manta.training.parallel import bare
 from manta.training.rng import rng_state, set_rng_state
 
@@ -116,8 +117,10 @@ def fits(learner: Learner, count: int, passes: int) -> bool:
 
 def _try(learner: Learner, count: int, passes: int) -> None:
     device, model, precision = learner.session.device, bare(learner.model), learner.precision
-    inputs = torch.zeros(count, *learner.config.data.input_shape, dtype=precision.dtype, device=device)
-    targets = torch.zeros(count, dtype=torch.int64, device=device)
+    shape, token_ids = learner.config.data.input_shape, learner.config.data.input_dtype == "int64"
+    inputs = torch.zeros(count, *shape, dtype=torch.int64 if token_ids else precision.dtype, device=device)
+    target = first_target(learner.train_set).to(device)
+    targets = target.expand(count, *target.shape)
     reserved = []
     if passes and not learner.optimizer.state:  # which the first step makes: two numbers a weight, as Adam does
         reserved += [torch.empty_like(p) for p in learner.parameters for _ in range(2)]
