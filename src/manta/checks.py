@@ -400,8 +400,10 @@ def folders(config: Config) -> Iterator[str]:
     elif not os.access(there, os.W_OK | os.X_OK):
         yield f"{key}={path} cannot be written: no permission in {there}. Set {key} to another place."
     root = Path(config.data.root)
-    if "://" not in config.data.root and root.exists() and not (root.is_dir() and os.access(root, os.R_OK | os.X_OK)):
-        yield f"data.root={root} is not a readable folder. Set data.root to another place or mend its permissions."
+    mode = os.R_OK | os.X_OK if root.is_dir() else os.R_OK  # a data set may be one file
+    readable = (root.is_dir() or root.is_file()) and os.access(root, mode)
+    if "://" not in config.data.root and root.exists() and not readable:
+        yield f"data.root={root} is no folder or file that can be read. Set data.root to another place or mend its permissions."
 
 
 def _bucket(storage: Storage) -> Iterator[str]:
