@@ -30,6 +30,8 @@ class Case:
     space: str = "search.space.optimizer.lr=loguniform(1e-3, 1e-2)"
     kill_at: int = 5
     """Which report is the last before the kill."""
+    tests: bool = True
+    """Whether the recipe itself looks at the test split."""
     extra: bool = False
     """Whether it needs a framework of its own (`make test-recipes`)."""
 
@@ -42,6 +44,8 @@ CASES = {
     "pytorch-classification": Case(("training.epochs=4",), 0.93, 1e-4),
     "pytorch-regression": Case(("data=diabetes", "training.epochs=12", "data.eval_batch_size=7"), 52.0, 1e-4),
     "pytorch-language": Case((*TEXT, "training.max_steps=300"), 4.5, 1e-4),
+    "script": Case(("recipe=script", "training.epochs=4"), 0.92, 2e-2, tests=False),
+    "accelerate": Case(("recipe=accelerate", "training.epochs=4"), 0.92, 2e-2, tests=False, extra=True),
 }
 TABLE = [pytest.param(case, id=name, marks=[pytest.mark.recipes] if case.extra else []) for name, case in CASES.items()]
 pytestmark = pytest.mark.timeout(400)
@@ -59,7 +63,7 @@ def test_a_run_its_trackers_and_its_evaluation(lab: Lab, case: Case, monkeypatch
     run = lab.run("scaling=in_process", *case.settings, *trackers)
     found = summary(run)
     assert better(found["objective"]["value"], case.floor, run)
-    assert found["test"] and all(math.isfinite(value) for value in found["test"].values())
+    assert case.tests == bool(found["test"]) and all(math.isfinite(value) for value in found["test"].values())
     assert found["throughput"]["samples_per_s"] > 0
 
     metric = found["objective"]["metric"]
