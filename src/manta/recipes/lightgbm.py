@@ -1,9 +1,9 @@
 """`recipe=lightgbm`: gradient boosted trees by LightGBM (Ke et al., NeurIPS 2017)."""
 
-import logging
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -78,12 +78,13 @@ class LightGBMRecipe(BoostingRecipe):
         labels = np.arange(rows) % aim.classes if aim.classes else draw.random(rows)
         parameters = {**self.parameters, **_fixed(aim, seed, 0), "verbosity": 0}
         given = ", ".join(f"{name}={value}" for name, value in self.parameters.items())
-        with _heard() as said:
-            try:
+        said = StringIO()
+        try:
+            with redirect_stdout(said):
                 lightgbm.train(parameters, lightgbm.Dataset(draw.random((rows, 4)), labels, params=parameters), 1)
-            except (lightgbm.basic.LightGBMError, ValueError, TypeError) as error:
-                raise MantaError(f"recipe.settings: lightgbm refuses its parameters ({given}): {error}") from error
-        for line in said:
+        except (lightgbm.basic.LightGBMError, ValueError, TypeError) as error:
+            raise MantaError(f"recipe.settings: lightgbm refuses its parameters ({given}): {error}") from error
+        for line in said.getvalue().splitlines():
             if "Unknown parameter" in line or "will be ignored" in line:
                 raise MantaError(f"recipe.settings.params: {line.removeprefix('[LightGBM] [Warning] ').strip()}")
 
@@ -97,16 +98,15 @@ class LightGBMRecipe(BoostingRecipe):
         bins = _dataset(aim, whole, fixed, None)
         train = bins if session.world_size == 1 else _dataset(aim, rows["train"], fixed, bins)
         trees = _Trees({**fixed, **_connection(session)}, aim, seed, train, rows, start)
-        with _heard():  # "Listening..."
-            try:
-                yield trees
-            finally:
-                if trees.booster is not None:
-                    trees.booster.free_network()
+        try:
+            yield trees
+        finally:
+            if trees.booster is not None:
+                trees.booster.free_network()
 
     def scorer(self, session: Session, aim: Aim, checkpoint: Path) -> Scorer:  # noqa: ARG002
         booster = lightgbm.Booster(model_file=checkpoint / FILE)
-        return lambda inputs: aim.outputs(booster.predict(inputs, raw_score=True, num_threads=_threads()))
+        return lambda inputs: aim.outputs(_raw(booster, inputs, 0, booster.current_iteration()))
 
 
 class _Trees(Trees):
@@ -148,15 +148,21 @@ class _Trees(Trees):
         done, sums = self.summed[split]
         now = self.booster.current_iteration()
         if now > done and len(sums):
-            inputs, span = self.rows[split].inputs, {"start_iteration": done, "num_iteration": now - done}
-            found = self.booster.predict(inputs, raw_score=True, num_threads=_threads(), **span)
-            sums = sums + np.asarray(found).reshape(sums.shape)
+            sums = sums + _raw(self.booster, self.rows[split].inputs, done, now).reshape(sums.shape)
             self.summed[split] = now, sums
         return self.aim.outputs(sums)
 
     def save(self, folder: Path) -> None:
         assert self.booster is not None, "after a round"
         self.booster.save_model(folder / FILE)
+
+
+def _raw(booster: "lightgbm.Booster", inputs: np.ndarray, start: int, stop: int) -> np.ndarray:
+    """Sums over the trees of the rounds from `start` to before `stop`."""
+    found = booster.predict(
+        inputs, start_iteration=start, num_iteration=stop - start, raw_score=True, num_threads=_threads()
+    )
+    return np.asarray(found)
 
 
 def _fixed(aim: Aim, seed: int, number: int) -> dict[str, Any]:
@@ -214,28 +220,3 @@ def _connection(session: Session) -> dict[str, Any]:
         "local_listen_port": port,
         "tree_learner": "data",
     }
-
-
-class _Quiet(logging.Handler):
-    """Keeps lines instead of showing them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
-@contextmanager
-def _heard() -> Iterator[list[str]]:
-    """What the library says in here, line by line, instead of on the terminal."""
-    quiet, logger = _Quiet(), logging.getLogger("manta.lightgbm")
-    logger.propagate = False
-    logger.setLevel(logging.INFO)
-    logger.addHandler(quiet)
-    lightgbm.register_logger(logger)
-    try:
-        yield quiet.lines
-    finally:
-        logger.removeHandler(quiet)

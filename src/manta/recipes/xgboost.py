@@ -1,7 +1,7 @@
 """`recipe=xgboost`: gradient boosted trees by XGBoost (Chen and Guestrin 2016, arXiv:1603.02754)."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -176,19 +176,20 @@ def _reason(error: Exception) -> str:
     return text.splitlines()[-1] if "Check failed" not in text else text.partition("Check failed: ")[2]
 
 
-def _connected(session: Session) -> Any:
+@contextmanager
+def _connected(session: Session) -> Iterator[None]:
     """The ranks as XGBoost's workers.
 
     Rank 0 has the tracker that introduces them. ray.train.xgboost would start its own on the driver, by a backend of a
     trainer of its own; our one trainer, whose torch ranks the record needs, serves every recipe.
     """
     if session.world_size == 1:
-        return nullcontext()
+        yield
+        return
     tracker = None
     if session.main:
         tracker = xgboost.RabitTracker(session.world_size, host_ip=address() or "127.0.0.1", sortby="task")
         tracker.start()
     arguments = session.gather(tracker.worker_args() if tracker else None)[0]
-    context = CommunicatorContext(**arguments, dmlc_task_id=f"{session.rank:08}")
-    context.tracker = tracker  # lives as long as the connection
-    return context
+    with CommunicatorContext(**arguments, dmlc_task_id=f"{session.rank:08}"):
+        yield
