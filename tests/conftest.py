@@ -24,6 +24,7 @@ from manta.resume import restore
 from manta.runs import RunDir, read_lines
 from manta.search.prepare import space_of
 from manta.search.space import Space
+from manta.view import SPEEDS
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -117,7 +118,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def history(run: RunDir, *without: str) -> list[dict[str, Any]]:
     """metrics.jsonl without the keys that are times."""
-    dropped = {"time", "samples_per_s", *without}
+    dropped = {"time", *SPEEDS, *without}
     return [{k: v for k, v in line.items() if k not in dropped} for line in read_lines(run.metrics)]
 
 

@@ -265,7 +265,7 @@ VALUES = [
     Bad("cluster.wait_s=nan", ("cluster.wait_s=nan", "finite")),
     Bad("storage.path=/dev/null/runs", ("storage.path=/dev/null/runs", "/dev/null is not a folder")),
     Bad("'storage.path=\"\"'", ("storage.path=''", "folder")),
-    Bad("data.root=/dev/null", ("data.root=/dev/null", "not a readable folder")),
+    Bad("data.root=/dev/null", ("data.root=/dev/null", "no folder or file that can be read")),
     # searches: what is asked for
     Bad("search.num_samples=8", ("search.num_samples=8 is for a search", "add search=random")),
     Bad("'+search.space.optimizer.lr=3' search.refit=false", ("search.space.optimizer.lr=3 is", "search.refit=false is for a search")),
@@ -356,7 +356,7 @@ LAUNCHES = [
     Bad(IN + "data=mnist data.download=false data.root={here}/empty", ("MNIST", "{here}/empty", "data.download=true")),
     Bad(FOLDER + "nowhere", ("data.root={here}/nowhere", "<class>/<image>")),
     Bad(FOLDER + "file/below", ("data.root={here}/file/below", "Not a directory", "<class>/<image>")),
-    Bad(FOLDER + "file", ("data.root={here}/file is not a readable folder", "Set data.root")),
+    Bad(FOLDER + "file", ("data.root={here}/file: [Errno 20] Not a directory", "One folder a class is expected there")),
     Bad(FOLDER + "empty", ("data.root={here}/empty", "<class>/<image>")),
     Bad(FOLDER + "imageless", ("data.root={here}/imageless", "a, b", ".png", "<class>/<image>")),
     Bad(FOLDER + "mismatch", ("data.root={here}/mismatch", "b only in train", "c only in val")),

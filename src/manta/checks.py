@@ -30,7 +30,8 @@ NUMBERS = {
     "seed": f">= 0, <= {2**32 - 1}",
     "data.input_shape": f">= 1, <= {2**20}",
     "data.num_classes": f">= 1, <= {10**7}",
-    "data.target_std": "> 0",
+    "data.target_mean": f"> {-(10.0**30)}, < {10.0**30}",
+    "data.target_std": f"> 0, < {10.0**30}",
     "data.batch_size": f">= 1, <= {10**8}",
     "data.micro_batch_size": ">= 1",
     "data.eval_batch_size": f">= 1, <= {10**8}",
@@ -63,6 +64,7 @@ NUMBERS = {
     "training.limit_train_batches": ">= 1",
     "training.limit_eval_batches": ">= 1",
     "training.overfit_batches": ">= 1",
+    "training.peak_flops": "> 0",
     "scaling.num_workers": ">= 0, <= 100000",
     "scaling.max_workers": ">= 1, <= 100000",
     "scaling.max_failures": ">= -1",
@@ -398,8 +400,10 @@ def folders(config: Config) -> Iterator[str]:
     elif not os.access(there, os.W_OK | os.X_OK):
         yield f"{key}={path} cannot be written: no permission in {there}. Set {key} to another place."
     root = Path(config.data.root)
-    if "://" not in config.data.root and root.exists() and not (root.is_dir() and os.access(root, os.R_OK | os.X_OK)):
-        yield f"data.root={root} is not a readable folder. Set data.root to another place or mend its permissions."
+    mode = os.R_OK | os.X_OK if root.is_dir() else os.R_OK  # a data set may be one file
+    readable = (root.is_dir() or root.is_file()) and os.access(root, mode)
+    if "://" not in config.data.root and root.exists() and not readable:
+        yield f"data.root={root} is no folder or file that can be read. Set data.root to another place or mend its permissions."
 
 
 def _bucket(storage: Storage) -> Iterator[str]:

@@ -87,7 +87,9 @@ def _with_domain(argument: str, others: Sequence[str]) -> str:
 
 
 def _takes_any_key(name: str) -> bool:
-    """Whether a setting is a dictionary of the schema, or in one."""
+    """Whether a setting is a dictionary of the schema, or in one; those of a recipe are looked at by its constructor."""
+    if name.startswith("recipe.settings."):
+        return True
     hints = [hint_of(Config, key) for key in (name, name.rpartition(".")[0])]
     return any(get_origin(hint) is dict and get_args(hint)[1] is not Any for hint in hints)
 

@@ -175,6 +175,8 @@ class Training:
     """Train on only the first so many global batches, again and again, unshuffled (debugging); null = off."""
     test: bool = True
     """After training, evaluate the best checkpoint once on the test split."""
+    peak_flops: float | None = None
+    """FLOP/s that one device can do at best, for the MFU that is reported; null = known for common GPUs, else no MFU."""
     profile: bool = False
     """Write a torch profiler trace of a few steps of rank 0 to the run directory."""
 

@@ -26,7 +26,7 @@ from manta.runs import RunDir, with_way_out
 from manta.targets import ALLOWED_TARGETS
 from manta.tracking import enabled
 from manta.tracking.live import settle
-from manta.view import Rows, View, number, table
+from manta.view import Rows, View, number, speed, table
 from manta.watchdog import Verdict
 from manta.workers import Tail, on_workers
 
@@ -478,8 +478,7 @@ def _result(run: RunDir, state: str, seconds: float) -> Any:
         rows.append(("checkpoint", f"{run}/checkpoints/best"))
     if summary.get("test"):
         rows.append(("test", "  ".join(f"{key} {number(value)}" for key, value in summary["test"].items())))
-    speed = summary.get("throughput", {}).get("samples_per_s", 0)
-    rows.append(("time", f"{seconds:.1f} s, training {speed:,.0f} samples/s"))
+    rows.append(("time", f"{seconds:.1f} s, training {speed(summary.get('throughput', {}))}"))
     if state == "finished":
         rows.append(("evaluate", f"python scripts/evaluate.py run={where}"))
         rows.append(("extend", f"python train.py resume={where} training.epochs=<more>"))

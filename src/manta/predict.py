@@ -25,7 +25,8 @@ ROWS_A_WRITE = 8192
 
 @dataclass
 class Arguments:
-    """Predictions and probabilities of a checkpoint, one row an input, written as they are made.
+    """Predictions and probabilities of a checkpoint, one row an input, written as they are made; of a language model a text,
+    unless data= or output= is given.
 
     For example: python scripts/predict.py run=latest data=images/new output=new.parquet
     """
@@ -40,6 +41,14 @@ class Arguments:
     """Of a data set: test, val or train."""
     output: str | None = None
     """A .csv or .parquet file; null = predictions.csv in the run directory."""
+    prompt: str | None = None
+    """Of a language model: what to continue."""
+    length: int = 500
+    """How many tokens more."""
+    temperature: float = 0.8
+    """How daring they are; 0 = always the most probable one."""
+    seed: int = 0
+    """Of the draws."""
     use_gpu: bool | None = None
     """Use a GPU; null = if there is one."""
     storage: Storage = field(default_factory=Storage)
@@ -71,10 +80,22 @@ def predict(arguments: Arguments, conf: Path) -> int:
         hint = nearest(arguments.split, SPLITS)
         meant = f" Did you mean {hint}?" if hint else ""
         raise MantaError(f"split={arguments.split}: it must be one of {', '.join(SPLITS)}.{meant}")
+    if arguments.length < 1 or not 0 <= arguments.temperature < float("inf"):
+        raise MantaError(
+            f"length={arguments.length} must be >= 1 and temperature={arguments.temperature} a number >= 0."
+        )
     view = View()
     run = find_run(arguments.run, arguments.storage, view)
     output = _output(arguments.output, run.path)
     config = saved_config(run, 0, arguments.use_gpu, Cluster())
+    language = is_language(config)
+    if arguments.prompt is not None and not (language and arguments.data is None and arguments.output is None):
+        raise MantaError(
+            f"prompt={arguments.prompt!r} is for a language model, without data= and output=; {runs.short(run.path)} was "
+            f"trained for {config.recipe.task['_target_'].rpartition('.')[2]}."
+        )
+    if language and arguments.data is None and arguments.output is None:
+        return _write_on(arguments, run, config, view)
     place = _place(arguments.data, config, conf)
     with published(run, arguments.checkpoint) as checkpoint, TemporaryDirectory() as scratch:
         from manta.recipes import make_recipe
@@ -98,6 +119,28 @@ def predict(arguments: Arguments, conf: Path) -> int:
     if source.classes is not None and classes:
         rows.append(("accuracy", f"{correct / count:.4f}"))
     view.say(table("Predictions", [*rows, ("written to", runs.short(output))]))
+    return FINISHED
+
+
+def is_language(config: Config) -> bool:
+    """Whether a run's checkpoints can write a text."""
+    from manta.recipes import make_recipe
+    from manta.training.tasks import LanguageModeling, make_task
+
+    return isinstance(make_task(config), LanguageModeling) and hasattr(make_recipe(config), "generate")
+
+
+def _write_on(arguments: Arguments, run: runs.RunDir, config: Config, view: View) -> int:
+    """Print the prompt and what the model makes of it."""
+    from manta.recipes import make_recipe
+    from manta.session import plain
+
+    prompt = "\n" if arguments.prompt is None else arguments.prompt
+    with published(run, arguments.checkpoint) as checkpoint:
+        session = plain(run, arguments.use_gpu, stop=lambda: False)
+        drawn = arguments.length, arguments.temperature, arguments.seed
+        text = make_recipe(config).generate(session, config, checkpoint, prompt, *drawn)
+    view.say("".join(each if each.isprintable() or each in "\n\t" else "\N{REPLACEMENT CHARACTER}" for each in text))
     return FINISHED
 
 

@@ -148,7 +148,7 @@ def bind(key: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Ma
             hint = nearest(name, known)
             raise MantaError(
                 f"{key}.{name} is not an argument of {function.__qualname__}."
-                + (f" Did you mean {key}.{hint}?" if hint else f" It takes: {', '.join(known)}.")
+                + (f" Did you mean {key}.{hint}?" if hint else f" It takes: {', '.join(known) or 'nothing'}.")
             )
     try:
         signature.bind(*args, **kwargs)

@@ -48,6 +48,16 @@ def number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}" if abs(value) < 1e-3 or abs(value) >= 1e4 else f"{value:.4f}"
 
 
+SPEEDS = ("samples_per_s", "tokens_per_s", "mfu")
+
+
+def speed(values: dict[str, Any]) -> str:
+    """What a report or a summary says of it."""
+    tokens = f", {values['tokens_per_s']:,.0f} tokens/s" if "tokens_per_s" in values else ""
+    mfu = f", MFU {values['mfu']:.3f}" if "mfu" in values else ""
+    return f"{values.get('samples_per_s', 0):,.0f} samples/s{tokens}{mfu}"
+
+
 def brief(value: Any) -> str:
     """A value of a setting, floats with four significant digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
@@ -220,7 +230,7 @@ class View:
                     parts.append(f"{self._objective} {number(shown[self._objective])}")
                 if "train/lr" in shown:
                     parts.append(f"lr {shown['train/lr']:.2e}")
-                parts.append(f"{shown.get('samples_per_s', 0):,.0f} samples/s")
+                parts.append(speed(shown))
                 self._live.update(
                     self._task, completed=line["step"], description=f"epoch {line['epoch']}", numbers="  ".join(parts)
                 )
@@ -230,9 +240,9 @@ class View:
         metrics = "  ".join(
             f"{key} {number(value)}"
             for key, value in line.items()
-            if key not in ("step", "epoch", "time", "samples_per_s") and not key.endswith("/lr")
+            if key not in ("step", "epoch", "time", *SPEEDS) and not key.endswith("/lr")
         )
-        return f"epoch {line['epoch']:>3}  step {line['step']:>6}  {metrics}  {line['samples_per_s']:,.0f} samples/s"
+        return f"epoch {line['epoch']:>3}  step {line['step']:>6}  {metrics}  {speed(line)}"
 
     # --- a search ------------------------------------------------------------------------------------------------
 

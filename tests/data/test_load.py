@@ -79,7 +79,7 @@ def test_digits_pass():
         (Endless(), "has no length"),
         (TensorSet(torch.zeros(3, 2, 3), torch.zeros(4).long()), "has 3 inputs and 4 targets"),
         (tensors(shape=(3, 2)), r"data.input_shape=\[2, 3\], but .* shape \[3, 2\].*'data.input_shape=\[3,2\]'"),
-        (tensors(dtype=torch.uint8), "gives the model torch.uint8; it must be a floating point"),
+        (tensors(dtype=torch.uint8), "gives the model torch.uint8; with data.input_dtype=float it must be a floating point"),
         (tensors(targets=torch.zeros(4)), "targets of type torch.float32"),
         (tensors(targets=torch.zeros(4, 1).long()), r"shape \[4, 1\]"),
         (tensors(targets=torch.tensor([0, 1, -1, 2])), "has the target -1"),

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-import manta.data.digits
+import manta.data.bundled
 from manta.data import TensorSet
 from manta.data.digits import digits
 from manta.data.split import carve, carve_fraction
@@ -74,7 +74,7 @@ def test_digits_splits_are_stratified_and_only_validation_moves_with_the_seed():
 
 
 def test_digits_without_scikit_learn(monkeypatch):
-    monkeypatch.setattr(manta.data.digits, "find_spec", lambda name: None)
+    monkeypatch.setattr(manta.data.bundled, "find_spec", lambda name: None)
     with pytest.raises(MantaError, match="pip install scikit-learn"):
         digits()
 

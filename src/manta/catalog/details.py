@@ -12,9 +12,9 @@ from manta.catalog.entries import Entry
 from manta.catalog.render import Column, Table
 from manta.catalog.settings import NOT_SETTINGS, is_under, same
 from manta.runs import find_checkpoint
-from manta.view import Rows
+from manta.view import SPEEDS, Rows, speed
 
-OF_A_REPORT = ("step", "epoch", "time", "samples_per_s")
+OF_A_REPORT = ("step", "epoch", "time", *SPEEDS)
 NOTHING = "-"
 
 
@@ -72,8 +72,8 @@ def _results(entry: Entry) -> Rows:
         at = f"epoch {summary.get('epoch')}, step {summary.get('step')}: "
         rows.append(("last", at + _metrics(entry.metrics("last"))))
     rows += [("test", _metrics(entry.metrics("test")))] if entry.metrics("test") else []
-    speed = (summary.get("throughput") or {}).get("samples_per_s")
-    return rows + ([("speed", f"{speed:,.0f} samples/s")] if speed else [])
+    throughput = summary.get("throughput") or {}
+    return rows + ([("speed", speed(throughput))] if throughput.get("samples_per_s") else [])
 
 
 def _metrics(found: dict[str, Any]) -> str:

@@ -11,7 +11,15 @@ from manta.data import Splits, TensorSet
 from manta.errors import MantaError
 
 STDLIB = "stdlib"
-SKIPPED = ("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__")  # of Python's own
+SKIPPED = (
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "encodings",
+    "pydoc_data",
+    "__pycache__",
+)  # of Python's own
 
 
 def tokens(inputs: Tensor) -> Tensor:

@@ -72,6 +72,23 @@ class Recipe(Protocol):
         """
         ...
 
+    def generate(
+        self,
+        session: Session,
+        config: Config,
+        checkpoint: Path,
+        prompt: str,
+        length: int,
+        temperature: float,
+        seed: int,
+    ) -> str:
+        """In one process: a text that begins with the prompt, and `length` tokens more, drawn at a temperature (0 = the most
+        probable ones).
+
+        May be left out: a recipe that models no language.
+        """
+        ...
+
 
 def make_recipe(config: Config) -> Recipe:
     """The configured recipe.

@@ -141,14 +141,14 @@ class BoostingRecipe(ABC):
         self.rehearse(aim, config.seed)
         build_transforms("data.transforms.eval", config.data.transforms.eval, config.allowed_targets)
         rounds = _rounds(config)
-        rows = [("model", f"{self.name}, {rounds} rounds of {aim.trees} tree{'s' if aim.trees > 1 else ''}")]
+        rows = [("model", f"{self.name}, {rounds} round{'s' if rounds > 1 else ''} of {aim.trees} tree{'s' if aim.trees > 1 else ''}")]
         if look_at_data:
             splits = _splits(config, aim.task)
             sizes = {
                 name: len(part) for name in ("train", "val", "test") if (part := getattr(splits, name)) is not None
             }
             rows.append(("data", f"{config.data.name}: {', '.join(f'{name} {n:,}' for name, n in sizes.items())}"))
-        rows.append(("training", f"{rounds} rounds; not used: {', '.join(UNUSED)}"))
+        rows.append(("not used", ", ".join(UNUSED)))
         return Outline(rows, rounds)
 
     def train(self, session: Session, config: Config) -> dict[str, Any]:
@@ -233,7 +233,8 @@ def _refused(name: str, config: Config) -> Iterator[str]:
     for key, (value, neutral, why) in given.items():
         if value != neutral:
             shown = {None: "null", False: "false"}.get(neutral, neutral)
-            yield f"{key}={value} means nothing to recipe={name}: {why}. Set {key}={shown}, or use recipe=pytorch."
+            given_as = str(value).lower() if isinstance(value, bool) else value
+            yield f"{key}={given_as} means nothing to recipe={name}: {why}. Set {key}={shown}, or use recipe=pytorch."
     if data.transforms.train != data.transforms.eval:
         yield (
             f"data.transforms.train differs from data.transforms.eval, and recipe={name} reads its rows once: an augmentation "

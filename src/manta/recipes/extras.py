@@ -1,4 +1,4 @@
-"""Frameworks that only some recipes need."""
+"""Frameworks that a recipe may need; none is installed with Manta, none is imported unless its recipe is chosen."""
 
 from importlib.util import find_spec
 
@@ -6,7 +6,7 @@ from manta.errors import MantaError
 
 
 def needs(recipe: str, *packages: str) -> None:
-    """Before a recipe imports what it is about.
+    """Call it before the first import.
 
     Raises:
         MantaError: a package is not installed.

@@ -83,7 +83,7 @@ class LightGBMRecipe(BoostingRecipe):
             with redirect_stdout(said):
                 lightgbm.train(parameters, lightgbm.Dataset(draw.random((rows, 4)), labels, params=parameters), 1)
         except (lightgbm.basic.LightGBMError, ValueError, TypeError) as error:
-            raise MantaError(f"recipe.settings: lightgbm refuses its parameters ({given}): {error}") from error
+            raise MantaError(f"recipe.settings: lightgbm refuses its parameters ({given}): {_reason(error)}") from error
         for line in said.getvalue().splitlines():
             if "Unknown parameter" in line or "will be ignored" in line:
                 raise MantaError(f"recipe.settings.params: {line.removeprefix('[LightGBM] [Warning] ').strip()}")
@@ -187,6 +187,11 @@ def _seeds(seed: int, number: int) -> dict[str, int]:
     """Seeds of a round, so that a resumed training draws what one never interrupted draws."""
     names = ("seed", "bagging_seed", "feature_fraction_seed", "extra_seed")
     return {name: mix(seed, number, index) % 2**31 for index, name in enumerate(names)}
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong with a value, without where in the library it was found."""
+    return str(error).partition(" at /")[0].removeprefix("Check failed: ").strip()
 
 
 def _threads() -> int:

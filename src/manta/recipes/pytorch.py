@@ -12,11 +12,12 @@ from manta.data import AnySet, Splits
 from manta.data.load import load_splits
 from manta.data.transforms import build_transforms
 from manta.errors import MantaError
+from manta.models.gpt import generate
 from manta.recipes import Outline, Prediction
 from manta.session import Session
 from manta.training.checkpoint import load_checkpoint
 from manta.training.evaluation import Evaluator, predictions
-from manta.training.learner import build_model, build_optimizer, build_scheduler, load_weights
+from manta.training.learner import build_model, build_optimizer, build_scheduler, empty_batch, load_weights, on_meta
 from manta.training.loop import Loop, training_length
 from manta.training.memory import settled_for
 from manta.training.parallel import bare, parallelise
@@ -35,7 +36,7 @@ class PyTorchRecipe:
                 f"objective.metric={config.objective.metric} is in recipe.metrics, but {type(task).__name__} reports "
                 f"{', '.join(reported)}."
             )
-        model = _on_meta(config, task)
+        model = _checked_model(config, task)
         parameters = sum(p.numel() for p in model.parameters())
         name = config.model["_target_"].rsplit(".", 1)[-1]
         rows = [("model", f"{name}, {parameters:,} parameters")]
@@ -75,10 +76,28 @@ class PyTorchRecipe:
         config = settled_for(config, checkpoint)
         return predictions(session, config, _trained(session, config, checkpoint), dataset, make_task(config))
 
+    def generate(
+        self,
+        session: Session,
+        config: Config,
+        checkpoint: Path,
+        prompt: str,
+        length: int,
+        temperature: float,
+        seed: int,
+    ) -> str:
+        start = torch.tensor(list(prompt.encode() or b"\n"), dtype=torch.int64)
+        if int(start.max()) >= config.data.num_classes:
+            raise MantaError(f"prompt={prompt!r} has bytes that are not among the {config.data.num_classes} tokens.")
+        model, random = _trained(session, config, checkpoint), torch.Generator().manual_seed(seed)
+        context = config.data.input_shape[0]
+        found = generate(model, start.to(session.device), length, context, temperature, random)
+        return bytes(found.tolist()).decode(errors="replace")
+
     def export(self, config: Config, checkpoint: Path) -> tuple[nn.Module, torch.Tensor]:
         model = build_model(config)
         load_weights(model, load_checkpoint(checkpoint)[0]["learner"])
-        return model.float().eval(), _empty(config, "cpu").zero_()
+        return model.float().eval(), empty_batch(config, "cpu").zero_()
 
 
 def _trained(session: Session, config: Config, checkpoint: Path) -> nn.Module:
@@ -98,30 +117,24 @@ def _splits(config: Config) -> Splits:
     return load_splits(config.data, config.allowed_targets, make_task(config).check_targets)
 
 
-def _empty(config: Config, device: str) -> torch.Tensor:
-    """A batch of two inputs, of whatever is in memory."""
-    dtype = torch.int64 if config.data.input_dtype == "int64" else torch.float32
-    return torch.empty(2, *config.data.input_shape, dtype=dtype, device=device)
-
-
-def _on_meta(config: Config, task: Task) -> nn.Module:
+def _checked_model(config: Config, task: Task) -> nn.Module:
     """The model without memory for its weights, after a forward pass that checks its shapes.
 
     Raises:
         MantaError: it does not take `data.input_shape` or give what the task needs.
     """
     shape = [2, *config.data.input_shape]
+    model, inputs = on_meta(config)
     try:
-        with torch.device("meta"):
-            model = build_model(config)
-    except NotImplementedError:  # a constructor that needs real numbers
-        model = build_model(config).to("meta")
-    try:
-        output = model(_empty(config, "meta"))
+        output = model(inputs)
     except NotImplementedError:
         return model
     except (RuntimeError, ValueError, IndexError) as error:
-        raise MantaError(f"model: {config.model['_target_']} cannot take a batch of shape {shape}: {error}") from error
+        kind = " of token ids" if config.data.input_dtype == "int64" else ""
+        raise MantaError(
+            f"model: {config.model['_target_']} cannot take a batch of shape {shape}{kind}: {error}"
+            + (". model=gpt can." if kind else "")
+        ) from error
     wanted = task.output_shape(config.data)
     if not isinstance(output, torch.Tensor) or (wanted is not None and list(output.shape) != [2, *wanted]):
         got = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__

@@ -204,7 +204,6 @@ def tracking_uri(config: Config) -> str:
 
 def save_model(run: RunDir, checkpoint: Path, target: Path, alive: Alive) -> bool:
     """The best model as MLflow keeps models, with its signature; False if the recipe exports none."""
-    import numpy as np
     import torch
     from mlflow import pytorch
     from mlflow.models import ModelSignature
@@ -224,7 +223,7 @@ def save_model(run: RunDir, checkpoint: Path, target: Path, alive: Alive) -> boo
     with torch.no_grad():
         output = model(example)
     alive()
-    inputs, outputs = (Schema([TensorSpec(np.dtype("float32"), (-1, *each.shape[1:]))]) for each in (example, output))
+    inputs, outputs = (Schema([TensorSpec(each.numpy().dtype, (-1, *each.shape[1:]))]) for each in (example, output))
     settings: dict[str, Any] = {
         "signature": ModelSignature(inputs, outputs),
         "input_example": example.numpy(),

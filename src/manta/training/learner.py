@@ -33,6 +33,22 @@ def build_model(config: Config) -> nn.Module:
     return model
 
 
+def empty_batch(config: Config, device: str) -> Tensor:
+    """A batch of two inputs, of whatever is in memory."""
+    dtype = torch.int64 if config.data.input_dtype == "int64" else torch.float32
+    return torch.empty(2, *config.data.input_shape, dtype=dtype, device=device)
+
+
+def on_meta(config: Config) -> tuple[nn.Module, Tensor]:
+    """The model and a batch of two inputs, without memory for their values."""
+    try:
+        with torch.device("meta"):
+            model = build_model(config)
+    except NotImplementedError:  # a constructor that needs real numbers
+        model = build_model(config).to("meta")
+    return model, empty_batch(config, "meta")
+
+
 def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = build("optimizer", config.optimizer, config.allowed_targets, parameters)

@@ -15,12 +15,13 @@ from manta.data import Splits
 from manta.session import Session
 from manta.training.checkpoint import find_checkpoint, load_checkpoint
 from manta.training.evaluation import Evaluator, make_loader
-from manta.training.learner import Learner, MicroBatch, load_weights
+from manta.training.learner import Learner, MicroBatch, load_weights, on_meta
 from manta.training.loader import Batch
 from manta.training.memory import AUTO, explain, find_micro_batch, out_of_memory, settled
 from manta.training.record import Progress, Record
 from manta.training.rng import rng_state, seed_everything, seed_rank, set_rng_state
 from manta.training.sampler import Step, epoch_order, training_steps
+from manta.training.throughput import Speeds, peak_flops, speeds, training_flops
 
 
 def epoch_length(config: Config, size: int) -> tuple[int, int]:
@@ -63,6 +64,7 @@ class Loop:
         self.loader = make_loader(session, config, splits, "train")
         self.record = Record(session, config)
         self.watch, self.agree, self.writer = self.record.watch, self.record.agree, self.record.writer
+        self.record.speeds = self._speeds()
         self.snapshot: dict[str, Any] | None = None
         self.losses = torch.zeros(2, dtype=torch.float64, device=session.device)  # of this window, of this epoch
         self.record.restore(self._load_state)
@@ -78,6 +80,15 @@ class Loop:
     def share(self) -> int:
         """Samples of a global batch that come to a rank, at most."""
         return math.ceil(self.config.data.batch_size / self.session.world_size)
+
+    def _speeds(self) -> Speeds:
+        config, session = self.config, self.session
+        peak = config.training.peak_flops or peak_flops(session.device, config.training.precision)
+        tokens = self.learner.task.tokens(config.data)
+        if peak is None:
+            return speeds(tokens, None, None)
+        flops = training_flops(*on_meta(config))
+        return speeds(tokens, flops, peak * session.world_size)
 
     def _settle(self) -> None:
         """Put a number in the place of `data.micro_batch_size=auto`: that of the checkpoint, or what fits."""

@@ -16,6 +16,7 @@ from manta.errors import MantaError
 from manta.session import Agreement, Session
 from manta.training.checkpoint import CheckpointWriter, load_checkpoint
 from manta.training.rng import rng_state
+from manta.training.throughput import Speeds
 
 
 @dataclass
@@ -77,6 +78,7 @@ class Record:
         self.watch = Stopwatch()
         self.agree = Agreement(session, config.training.checkpoint.every_s)
         self.save_due = False
+        self.speeds: Speeds = lambda _: {}
         settings = config.training.checkpoint
         self.writer = (
             CheckpointWriter(session.run.checkpoints, settings.keep, settings.asynchronous) if session.main else None
@@ -126,9 +128,11 @@ class Record:
     def report(self, kind: str, values: dict[str, float], epoch: int) -> None:
         """A line of the history; kind: train or val, whose speed is measured apart."""
         self.progress.metrics.update(values)
-        self.session.report(
-            {"step": self.progress.step, "epoch": epoch, **values, "samples_per_s": round(self.watch.lap(kind), 1)}
-        )
+        speed = self._speeds(self.watch.lap(kind))
+        self.session.report({"step": self.progress.step, "epoch": epoch, **values, **speed})
+
+    def _speeds(self, samples_per_s: float) -> dict[str, float]:
+        return {"samples_per_s": round(samples_per_s, 1), **self.speeds(samples_per_s)}
 
     def validated(self, found: dict[str, float], epoch: int) -> bool:
         """After a validation: report it; True if it is the best so far.
@@ -263,7 +267,7 @@ class Record:
                 "metrics": best["metrics"],
             },
             "test": test,
-            "throughput": {"samples_per_s": round(speed, 1)},
+            "throughput": self._speeds(speed),
             "world_size": self.session.world_size,
             "resume_command": f"python train.py resume={self.session.run}",
         }

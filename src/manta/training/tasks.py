@@ -45,6 +45,10 @@ class Task:
         """Of a sample's output, to check a model before it is trained; None = anything."""
         return None
 
+    def tokens(self, data: Data) -> int | None:  # noqa: ARG002
+        """How many tokens a sample has, for the speed that is shown; None = it has none."""
+        return None
+
     def check_targets(self, where: str, targets: Tensor, data: Data) -> None:
         """Refuse targets that cannot be meant.
 
@@ -184,6 +188,9 @@ class LanguageModeling(Task):
 
     def output_shape(self, data: Data) -> list[int]:
         return [*data.input_shape, data.num_classes]
+
+    def tokens(self, data: Data) -> int:
+        return data.input_shape[0]
 
     def check_targets(self, where: str, targets: Tensor, data: Data) -> None:
         if targets.is_floating_point() or list(targets.shape[1:]) != list(data.input_shape):
