@@ -141,7 +141,12 @@ class BoostingRecipe(ABC):
         self.rehearse(aim, config.seed)
         build_transforms("data.transforms.eval", config.data.transforms.eval, config.allowed_targets)
         rounds = _rounds(config)
-        rows = [("model", f"{self.name}, {rounds} round{'s' if rounds > 1 else ''} of {aim.trees} tree{'s' if aim.trees > 1 else ''}")]
+        rows = [
+            (
+                "model",
+                f"{self.name}, {rounds} round{'s' if rounds > 1 else ''} of {aim.trees} tree{'s' if aim.trees > 1 else ''}",
+            )
+        ]
         if look_at_data:
             splits = _splits(config, aim.task)
             sizes = {

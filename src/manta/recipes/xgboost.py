@@ -1,8 +1,8 @@
 """`recipe=xgboost`: gradient boosted trees by XGBoost (Chen and Guestrin 2016, arXiv:1603.02754)."""
 
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
-from io import StringIO
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -72,16 +72,17 @@ class XGBoostRecipe(BoostingRecipe):
         labels = np.arange(aim.classes) if aim.classes else draw.random((8, aim.numbers))
         data = xgboost.DMatrix(draw.random((len(labels), 4)), labels)
         given = ", ".join(f"{name}={value}" for name, value in self.parameters.items())
-        said = StringIO()
         try:
-            with redirect_stdout(said), xgboost.config_context(verbosity=1):
+            with warnings.catch_warnings(record=True) as said, xgboost.config_context(verbosity=1):
+                warnings.simplefilter("always")
                 booster = xgboost.Booster({**self.parameters, **_fixed(aim, seed, torch.device("cpu"))}, cache=[data])
                 booster.update(data, 0)
         except (xgboost.core.XGBoostError, ValueError, TypeError) as error:
             raise MantaError(f"recipe.settings: xgboost refuses its parameters ({given}): {_reason(error)}") from error
-        if "are not used" in said.getvalue():
-            unknown = said.getvalue().partition("Parameters: {")[2].partition("}")[0].strip().replace('"', "")
-            raise MantaError(f"recipe.settings.params: xgboost knows no {unknown}, or does not use it for these trees.")
+        for text in (str(each.message) for each in said):
+            if "are not used" in text:
+                unknown = text.partition("{")[2].partition("}")[0].strip().replace('"', "")
+                raise MantaError(f"recipe.settings.params: xgboost has no use for {unknown}.")
 
     @contextmanager
     def grow(
