@@ -202,11 +202,19 @@ class Record:
         self.agree.saved()
         self.save_due = False
 
-    def save_files(self, write: Callable[[Path], None], best: bool = False) -> None:
+    def save_files(
+        self,
+        write: Callable[[Path], None],
+        best: bool = False,
+        mine: dict[str, Any] | None = None,
+        learner: dict[str, Any] | None = None,
+    ) -> None:
         """Publish a checkpoint of what a framework writes itself.
 
         Args:
             write: called on every rank with the same empty folder, for plain files in it.
+            mine: what this rank keeps for itself; None = its random generators.
+            learner: what changes with a step and is not in those files.
         """
         session, folder = self.session, self.session.run.checkpoints / ".writing-files"
         self.watch.stop()
@@ -217,8 +225,8 @@ class Record:
             folder.mkdir()
         session.barrier()
         write(folder)
-        ranks = session.gather({"rng": rng_state(session.device)})
-        self.save({}, ranks, best, folder)
+        ranks = session.gather(mine or {"rng": rng_state(session.device)})
+        self.save(learner or {}, ranks, best, folder)
         self.watch.start()
 
     # --- the end -------------------------------------------------------------------------------------------------
