@@ -260,7 +260,7 @@ def describe(session: Session) -> dict[str, Any]:
     return {
         "rank": session.rank,
         "host": socket.gethostname(),
-        "address": _address(),
+        "address": address(),
         "pid": os.getpid(),
         "clock_s": time.time(),
         "node_rank": session.node_rank,
@@ -271,8 +271,8 @@ def describe(session: Session) -> dict[str, Any]:
     }
 
 
-def _address() -> str | None:
-    """Of the node, as Ray has it; None without Ray."""
+def address() -> str | None:
+    """Of this node, as Ray has it; None without Ray."""
     ray = sys.modules.get("ray")
     return ray.util.get_node_ip_address() if ray is not None and ray.is_initialized() else None
 

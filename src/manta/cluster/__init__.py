@@ -371,10 +371,11 @@ def worker_lines(show: Any, note: Any) -> Iterator[None]:
 
 
 def _is_chatter(line: str) -> bool:
-    """Lines of Ray's and torch's own loggers in a worker."""
-    return line.startswith(("[rank", "[W", "[E", "[Gloo]", "Setting up process group", "Moving model")) or any(
-        mark in line for mark in (" core_worker", "ray/train/", "ray._private", "warnings.warn")
-    )
+    """Lines of Ray's, torch's and a recipe's libraries' own loggers in a worker."""
+    starts = ("[rank", "[W", "[E", "[Gloo]", "Setting up process group", "Moving model", "[LightGBM] [Info]")
+    inside = (" core_worker", "ray/train/", "ray._private", "warnings.warn")
+    xgboost = r"\[[\d:]+\] Task \d+ got rank"
+    return line.startswith(starts) or any(mark in line for mark in inside) or re.match(xgboost, line) is not None
 
 
 def wait_for_resources(cluster: Cluster, needs: Needs, say: Callable[[str], None]) -> None:

@@ -46,6 +46,8 @@ FIXED = {
     "training.checkpoint": "it changes no result",
     "training.profile": "it changes no result",
 }
+SEARCHED = "recipe.settings."
+"""What is searched of those: arguments of the recipe, as many as its framework has."""
 KINDS = (bool, int, float, str, list)
 
 
@@ -98,13 +100,20 @@ def _shown(key: str, domain: Domain) -> str:
     return f"search.space.{key}={domain}"
 
 
+def _fixed(setting: str) -> str | None:
+    """Which of `FIXED` a setting is, or is part of."""
+    if setting.startswith(SEARCHED):
+        return None
+    return next((fixed for fixed in FIXED if setting == fixed or setting.startswith(f"{fixed}.")), None)
+
+
 def _allowed(key: str, domain: Domain, given: Sequence[Override]) -> Iterator[str]:
     """The setting may differ between trials, and the command line does not set it too."""
     setting, group, _ = split_key(key)
-    for fixed, reason in FIXED.items():
-        if setting == fixed or setting.startswith(f"{fixed}."):
-            yield f"{_shown(key, domain)}: {fixed} is not searched, {reason}. Leave it out."
-            return
+    fixed = _fixed(setting)
+    if fixed is not None:
+        yield f"{_shown(key, domain)}: {fixed} is not searched, {FIXED[fixed]}. Leave it out."
+        return
     if domain.values is not None and len(domain.values) == 1 and group is None:
         yield (
             f"{_shown(key, domain)} has one value, nothing to search. Set {setting}={domain.values[0]} itself and "
@@ -238,7 +247,7 @@ def _unknown(space: Space, base: DictConfig, setting: str) -> str:
             f"not every option searched has {setting}. Search it below those that have it: "
             f"search.space.{group}.choice.{option}.{setting.partition('.')[2]}"
         )
-    names = [path for path in paths_of(base) if not any(path == f or path.startswith(f"{f}.") for f in FIXED)]
+    names = [path for path in paths_of(base) if _fixed(path) is None]
     found = suggest(setting, [*names])
     message = f"there is no setting {setting}." + (f" Did you mean search.space.{found}?" if found else "")
     if group in ("model", "optimizer", "scheduler") and setting != group:
