@@ -48,8 +48,24 @@ CASES = {
     "pytorch-language": Case((*TEXT, "training.max_steps=300"), 4.5, 1e-4),
     "script": Case(("recipe=script", "training.epochs=4"), 0.92, 2e-2, tests=False),
     "accelerate": Case(("recipe=accelerate", "training.epochs=4"), 0.92, 2e-2, tests=False, extra=True),
+    "xgboost-classification": Case(
+        ("recipe=xgboost", "training.epochs=15"), 0.93, 1e-6,
+        "search.space.recipe.settings.eta=loguniform(0.03, 0.5)", precision="fp32", extra=True,
+    ),
+    "xgboost-regression": Case(
+        ("recipe=xgboost", "data=diabetes", "training.epochs=15", "recipe.settings.max_depth=3"), 53.0, 1e-6,
+        "search.space.recipe.settings.eta=loguniform(0.03, 0.5)", precision="fp32", extra=True,
+    ),
+    "lightgbm-classification": Case(
+        ("recipe=lightgbm", "training.epochs=15"), 0.93, 3e-2,
+        "search.space.recipe.settings.learning_rate=loguniform(0.03, 0.5)", precision="fp32", extra=True,
+    ),
+    "lightgbm-regression": Case(
+        ("recipe=lightgbm", "data=diabetes", "training.epochs=30"), 51.0, 1e-6,
+        "search.space.recipe.settings.learning_rate=loguniform(0.03, 0.5)", precision="fp32", extra=True,
+    ),
     "deepspeed": Case(("recipe=deepspeed", "training.epochs=4"), 0.92, 2e-2, tests=False, precision="fp32", extra=True),
-}
+}  # fmt: skip
 TABLE = [pytest.param(case, id=name, marks=[pytest.mark.recipes] if case.extra else []) for name, case in CASES.items()]
 pytestmark = pytest.mark.timeout(400)
 

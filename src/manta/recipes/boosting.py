@@ -237,7 +237,7 @@ def _refused(name: str, config: Config) -> Iterator[str]:
     }
     for key, (value, neutral, why) in given.items():
         if value != neutral:
-            shown = {None: "null", False: "false"}.get(neutral, neutral)
+            shown = "null" if neutral is None else str(neutral).lower()
             given_as = str(value).lower() if isinstance(value, bool) else value
             yield f"{key}={given_as} means nothing to recipe={name}: {why}. Set {key}={shown}, or use recipe=pytorch."
     if data.transforms.train != data.transforms.eval:

@@ -33,6 +33,7 @@ OURS = {
     "early_stopping_round": "training.early_stopping",
     "boosting": "this recipe (gbdt)",
     "bagging_freq": "bagging_fraction",
+    "data_sample_strategy": "this recipe (bagging)",
     "tree_learner": "scaling.num_workers",
     "num_machines": "scaling.num_workers",
     "machines": "scaling.num_workers",
@@ -133,15 +134,29 @@ class _Trees(Trees):
         self.summed = {name: (0, np.zeros((len(part.targets), aim.trees))) for name, part in rows.items()}
 
     def boost(self, number: int) -> None:
-        parameters = {**self.parameters, **_seeds(self.seed, number)}
-        if self.booster is None:
-            file = None if self.start is None else self.start / FILE
-            self.booster = lightgbm.train(parameters, self.data, 1, init_model=file, keep_training_booster=True)
+        if self.booster is not None:
+            self._forget(self.booster, number)
+            self.booster.update()
             return
-        # Bagging takes a new seed only with another setting of its own, so it gets one for a moment.
-        self.booster.reset_parameter({**parameters, "bagging_freq": 2})
-        self.booster.reset_parameter(parameters)
-        self.booster.update()
+
+        def before(env: "lightgbm.callback.CallbackEnv") -> None:
+            self._forget(env.model, number)
+
+        before.before_iteration = True  # type: ignore[attr-defined]
+        file = None if self.start is None else self.start / FILE
+        # Trees are continued only by a call that adds one.
+        self.booster = lightgbm.train(
+            self.parameters, self.data, 1, init_model=file, keep_training_booster=True, callbacks=[before]
+        )
+
+    def _forget(self, booster: "lightgbm.Booster", number: int) -> None:
+        """Start all random generators anew, so that a resumed training draws what this one draws.
+
+        The one of rows takes a new seed only with another setting of bagging, so that gets one for a moment.
+        """
+        parameters = {**self.parameters, **_seeds(self.seed, number)}
+        booster.reset_parameter({**parameters, "bagging_freq": 2})
+        booster.reset_parameter(parameters)
 
     def outputs(self, split: str) -> torch.Tensor:
         assert self.booster is not None, "after a round"
