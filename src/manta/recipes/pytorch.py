@@ -78,7 +78,7 @@ class PyTorchRecipe:
     def export(self, config: Config, checkpoint: Path) -> tuple[nn.Module, torch.Tensor]:
         model = build_model(config)
         load_weights(model, load_checkpoint(checkpoint)[0]["learner"])
-        return model.float().eval(), _empty(config, "cpu").zero_()
+        return model.float().eval(), empty_batch(config, "cpu").zero_()
 
 
 def _trained(session: Session, config: Config, checkpoint: Path) -> nn.Module:
@@ -98,7 +98,7 @@ def _splits(config: Config) -> Splits:
     return load_splits(config.data, config.allowed_targets, make_task(config).check_targets)
 
 
-def _empty(config: Config, device: str) -> torch.Tensor:
+def empty_batch(config: Config, device: str) -> torch.Tensor:
     """A batch of two inputs, of whatever is in memory."""
     dtype = torch.int64 if config.data.input_dtype == "int64" else torch.float32
     return torch.empty(2, *config.data.input_shape, dtype=dtype, device=device)
@@ -117,7 +117,7 @@ def _on_meta(config: Config, task: Task) -> nn.Module:
     except NotImplementedError:  # a constructor that needs real numbers
         model = build_model(config).to("meta")
     try:
-        output = model(_empty(config, "meta"))
+        output = model(empty_batch(config, "meta"))
     except NotImplementedError:
         return model
     except (RuntimeError, ValueError, IndexError) as error:
