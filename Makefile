@@ -1,7 +1,7 @@
 # Everything a fresh machine needs is here: a Python (3.10 to 3.13), make, and one of the commands below.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train test drills lint types format docs lock setup clean
+.PHONY: help train test drills test-recipes lint types format docs lock setup clean
 
 ARGS ?=
 PYTHON ?=
@@ -13,7 +13,7 @@ READY := $(VENV)/.ready
 help: ## Show this list
 	@echo 'make train ARGS="model=cnn seed=1"   any override of conf/ goes into ARGS'
 	@echo
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
 train: $(READY) ## Set up if needed, then train (defaults: digits, mlp, this machine)
 	@exec $(RUN) train.py $(ARGS)
@@ -23,6 +23,9 @@ test: $(READY) ## Set up if needed, then run the tests, two files at a time (ARG
 
 drills: $(READY) ## Set up if needed, then the long tests: faults by the dozen, whole pages of the docs
 	@exec $(RUN) -m pytest -m drill $(or $(ARGS),-n 2 --dist load)
+
+test-recipes: $(READY) ## Set up if needed, then test recipes of other frameworks (install those first: pip install -e '.[lightning]')
+	@exec $(RUN) -m pytest -m recipes $(or $(ARGS),tests/recipes)
 
 lint: $(READY) ## Check style and formatting
 	@$(RUN) -m ruff check .

@@ -1,7 +1,7 @@
 """`recipe=lightning`: any LightningModule and LightningDataModule, with Manta's scaling, search, tracking and resume."""
 
+import inspect
 import logging
-import math
 import pickle
 import warnings
 from collections.abc import Iterator
@@ -20,9 +20,9 @@ from manta.recipes.extras import needs
 
 needs("lightning", "lightning")
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException  # noqa: E402
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer  # noqa: E402
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar  # noqa: E402
-from lightning.pytorch.utilities.exceptions import MisconfigurationException  # noqa: E402
 from lightning.pytorch.utilities.model_helpers import is_overridden  # noqa: E402
 
 from manta.data.load import load_splits  # noqa: E402
@@ -206,13 +206,7 @@ class LightningRecipe:
         own = [
             self._callback(key, spec, config.allowed_targets) for key, spec in zip(keys, self.callbacks, strict=True)
         ]
-        trainer = self._trainer(
-            drive.shares,
-            config,
-            [drive, *own, AfterHooks(drive)],
-            drive.listener,
-            accumulate_grad_batches=_parts(config, drive.session),
-        )
+        trainer = self._trainer(drive.shares, config, [drive, *own, AfterHooks(drive)], drive.listener)
         with _in_words():
             try:
                 trainer.fit(module, datamodule=data, ckpt_path=drive.checkpoint, weights_only=True)
@@ -221,9 +215,7 @@ class LightningRecipe:
             except SystemExit:  # what Lightning makes of a Ctrl-C
                 raise KeyboardInterrupt from None
 
-    def _trainer(
-        self, shares: Shares, config: Config, callbacks: list[Callback], listener: Listener, **more: Any
-    ) -> Trainer:
+    def _trainer(self, shares: Shares, config: Config, callbacks: list[Callback], listener: Listener) -> Trainer:
         session, settings = shares.session, config.training
         strategy, environment = make_strategy(session, shares, self.ddp)
         epochs, steps, clip = settings.epochs, settings.max_steps, settings.grad_clip_norm
@@ -247,10 +239,9 @@ class LightningRecipe:
             enable_checkpointing=any(isinstance(each, Checkpoint) for each in callbacks),
             default_root_dir=str(session.run.path),
             **self.trainer,
-            **more,
         )
         # SIGTERM is Manta's: a checkpoint, then the end. Lightning would raise in the middle of it.
-        trainer._signal_connector.register_signal_handlers = lambda: None
+        setattr(trainer._signal_connector, "register_signal_handlers", lambda: None)
         return trainer
 
     def _module(self, config: Config) -> LightningModule:
@@ -276,7 +267,8 @@ class LightningRecipe:
     ) -> dict[str, float]:
         """What the module logs in evaluation; splits: [] = those of `known` that there are."""
         shares = Shares(session, config, Progress)
-        data, module, found = self._data(shares, config), self._module(config), {}
+        data, module = self._data(shares, config), self._module(config)
+        found: dict[str, float] = {}
         there = [split for split in known if _has(data, module, split)]
         for split in splits:
             if split not in there:
@@ -302,8 +294,9 @@ class LightningRecipe:
 
     def export(self, config: Config, checkpoint: Path) -> tuple[nn.Module, torch.Tensor]:
         module = self._trained(config, checkpoint)
-        model = module.model if isinstance(module, Example) else module
-        return model.float().eval(), empty_batch(config, "cpu").zero_()
+        if not isinstance(module, Example):
+            raise NotImplementedError  # what its forward takes is its own affair
+        return module.model.float().eval(), empty_batch(config, "cpu").zero_()
 
     def _trained(self, config: Config, checkpoint: Path) -> LightningModule:
         module = self._module(config)
@@ -324,7 +317,8 @@ class _Pulse(Callback):
     def on_validation_batch_start(self, *_: Any) -> None:
         self.session.pulse(self.phase)
 
-    on_test_batch_start = on_validation_batch_start
+    def on_test_batch_start(self, *_: Any) -> None:
+        self.session.pulse(self.phase)
 
 
 def _class(key: str, spec: dict[str, Any], kind: type, config: Config) -> type:
@@ -337,23 +331,10 @@ def _class(key: str, spec: dict[str, Any], kind: type, config: Config) -> type:
     arguments = {name: value for name, value in spec.items() if name != "_target_"}
     if not (isinstance(found, type) and issubclass(found, kind)):
         raise MantaError(f"{key}._target_={spec['_target_']} is not a lightning.pytorch.{kind.__name__}.")
-    if "config" in _parameters(found) and arguments.get("config") is None:
+    if "config" in inspect.signature(found).parameters and arguments.get("config") is None:
         arguments["config"] = config
     bind(key, found, (), arguments)
     return found
-
-
-def _parameters(function: Any) -> list[str]:
-    import inspect
-
-    return list(inspect.signature(function).parameters)
-
-
-def _parts(config: Config, session: Session) -> int:
-    """Forward passes of an optimizer step."""
-    share, micro = math.ceil(config.data.batch_size / session.world_size), config.data.micro_batch_size
-    assert not isinstance(micro, str), "refused"
-    return math.ceil(share / micro) if micro else 1
 
 
 def _has(data: LightningDataModule, module: LightningModule, split: str) -> bool:

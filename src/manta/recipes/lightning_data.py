@@ -51,6 +51,10 @@ class TrainBatches:
         self.session, self.config, self.progress, self.plan, self.read = session, config, progress, plan, read
         self.current: Piece | None = None
         """What was given out last."""
+        largest, micro_size = max(map(len, self._batches(0))), config.data.micro_batch_size
+        assert not isinstance(micro_size, str), "refused"
+        self.parts = len(micro_batches(torch.arange(largest), 0, session.world_size, micro_size))
+        """Forward passes of a full step."""
 
     def _batches(self, epoch: int) -> list[Tensor]:
         settings = self.config.training
@@ -80,12 +84,6 @@ class TrainBatches:
     def samples(self) -> int:
         """Of this epoch, on all ranks."""
         return sum(map(len, self._batches(self.progress().epoch)))
-
-    @property
-    def parts(self) -> int:
-        """Forward passes of a full step."""
-        batch = max(map(len, self._batches(0)))
-        return len(micro_batches(torch.arange(batch), 0, self.session.world_size, self.config.data.micro_batch_size))  # type: ignore[arg-type]
 
     def __len__(self) -> int:
         return sum(1 for _ in self._pieces(self.progress().epoch, 0))
@@ -152,9 +150,10 @@ class Plans:
             batches = list(order.split(loader.batch_size))
             return batches[:-1] if loader.drop_last and len(batches[-1]) < loader.batch_size else batches
         seed = mix(self.seed, epoch or 0)
-        for sampler in (loader.sampler, loader.batch_sampler):
+        samplers: tuple[Any, ...] = loader.sampler, loader.batch_sampler
+        for sampler in samplers:
             if getattr(sampler, "generator", None) is not None:
-                sampler.generator.manual_seed(seed)  # type: ignore[union-attr]
+                sampler.generator.manual_seed(seed)
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch or 0)
         assert loader.batch_sampler is not None, "refused"
@@ -176,26 +175,28 @@ class Shares:
         for split in SPLITS:
             name = f"{split}_dataloader"
             if is_overridden(name, datamodule):
-                setattr(datamodule, name, self._replacing(getattr(datamodule, name), split))
+                setattr(datamodule, name, self._replacing(datamodule, getattr(datamodule, name), split))
         return datamodule
 
-    def _replacing(self, give: Callable[[], Any], split: str) -> Callable[[], Any]:
+    def _replacing(self, datamodule: LightningDataModule, give: Callable[[], Any], split: str) -> Callable[[], Any]:
         def replaced() -> Any:
             given = give()
             loaders = given if isinstance(given, list | tuple) and split != "train" else [given]
             for loader in loaders:
                 _check(loader, split)
             if split == "train":
-                self.train = self.training(Plans(given, self.config.seed), _reader(given, self.config.seed))
-                return self.train
+                return self.training(datamodule, Plans(given, self.config.seed), _reader(given, self.config.seed))
             found = [self._evaluating(loader) for loader in loaders]
             self.samples = sum(each.samples for each in found)
             return found if loaders is given else found[0]
 
         return replaced
 
-    def training(self, plan: Plans, read: Read) -> TrainBatches:
-        return TrainBatches(self.session, self.config, self.progress, plan, read)
+    def training(self, datamodule: LightningDataModule, plan: Plans, read: Read) -> TrainBatches:
+        self.train = TrainBatches(self.session, self.config, self.progress, plan, read)
+        assert datamodule.trainer is not None
+        datamodule.trainer.accumulate_grad_batches = self.train.parts
+        return self.train
 
     def _evaluating(self, loader: DataLoader[Any]) -> EvalBatches:
         batches = Plans(loader, self.config.seed)(0)
@@ -263,8 +264,7 @@ class MantaData(LightningDataModule):
         config = self.shares.config
         samples: Any = range(len(self.splits.train))  # type: ignore[arg-type]
         plan = Plans(DataLoader(samples, batch_size=config.data.batch_size, shuffle=True), config.seed)
-        self.shares.train = self.shares.training(plan, self._read("train"))
-        return self.shares.train
+        return self.shares.training(self, plan, self._read("train"))
 
     def _evaluating(self, split: str) -> EvalBatches:
         session, config = self.shares.session, self.shares.config

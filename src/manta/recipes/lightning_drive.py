@@ -92,7 +92,7 @@ def make_strategy(session: Session, shares: Shares, ddp: dict[str, Any]) -> tupl
     """
     strategy: Any
     if session.world_size == 1:
-        from lightning.pytorch.plugins.environments import LightningEnvironment
+        from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
         strategy = _OneDevice(device=session.device)
         environment = LightningEnvironment()  # named, for else in a job of SLURM Lightning takes over
@@ -127,6 +127,8 @@ class Drive(Callback):
         self.improved = self.stopping = self.between = False
         self.losses = [0.0, 0.0]
         """Summed over this rank's samples of this window, of this epoch."""
+        self.lossless = True
+        """No loss was seen: the module optimizes by itself and returns none."""
         self.steps = self.samples = 0
         """Of an epoch."""
         self._pending: list[Tensor] = []
@@ -173,8 +175,13 @@ class Drive(Callback):
         # for one in the middle.
         trainer.fit_loop.epoch_loop.max_steps = -1
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert self.shares.train is not None
+        if self.shares.train.parts > 1 and not pl_module.automatic_optimization:
+            raise MantaError(
+                f"data.micro_batch_size={self.config.data.micro_batch_size}: a LightningModule that optimizes by itself "
+                "accumulates gradients by itself. Set data.micro_batch_size=null."
+            )
         self.steps, self.samples = self.shares.train.steps, self.shares.train.samples
         self._schedule_validation(trainer)
         self.record.agree.begin(self.record.progress.step)
@@ -227,7 +234,10 @@ class Drive(Callback):
         piece = self.shares.train.current
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor):
-            self._pending.append(loss.detach().double() * piece.mine)
+            self._pending.append(
+                loss.detach().double() * (piece.mine * self.shares.train.parts)
+            )  # Lightning divided it
+            self.lossless = False
         if not piece.last:
             return
         progress, settings = self.record.progress, self.config.training
@@ -263,12 +273,15 @@ class Drive(Callback):
         progress = self.record.progress
         logged = trainer._logger_connector.metrics["log"]  # what a logger would get at this step
         found = across_ranks(self.session, {name: float(value) for name, value in logged.items()}, samples)
-        loss = self.session.sum(torch.tensor(self.losses[0], dtype=torch.float64)).item()
-        found["train/loss"] = loss / progress.window
+        if not self.lossless:
+            found["train/loss"] = self._sum(self.losses[0]) / progress.window
         if trainer.optimizers:
             found["train/lr"] = float(trainer.optimizers[0].param_groups[0]["lr"])
         self.record.report("train", found, progress.epoch + 1)
         self.losses[0], progress.window = 0.0, 0
+
+    def _sum(self, value: float) -> float:
+        return float(self.session.sum(torch.tensor(value, dtype=torch.float64)).item())
 
     # --- the end of an epoch -----------------------------------------------------------------------------------------
 
@@ -291,8 +304,8 @@ class Drive(Callback):
         epoch, ended = progress.epoch + 1, progress.offset >= self.samples
         if self.found is not None:
             self._check_objective(self.found)
-            loss = self.session.sum(torch.tensor(self.losses[1], dtype=torch.float64)).item()
-            self.found["train/epoch_loss"] = loss / max(progress.offset, 1)
+            if not self.lossless:
+                self.found["train/epoch_loss"] = self._sum(self.losses[1]) / max(progress.offset, 1)
             self.improved = self.record.validated(self.found, epoch)
             self.found = None
             trainer.should_stop |= self.record.out_of_patience

@@ -30,7 +30,7 @@ class Example(LightningModule):
     def forward(self, inputs: Tensor) -> Tensor:
         return self.model(inputs)
 
-    def training_step(self, batch: Batch, _batch_idx: int) -> Tensor:
+    def training_step(self, batch: Batch) -> Tensor:
         inputs, targets = batch
         return self.task.loss(self(inputs), targets) * (1 / len(targets))  # the mean, as everywhere in Lightning
 
@@ -50,13 +50,13 @@ class Example(LightningModule):
         metrics = self.task.metrics(totals, count)
         self.log_dict({f"{split}/{name}": torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()})
 
-    def validation_step(self, batch: Batch, _batch_idx: int) -> None:
+    def validation_step(self, batch: Batch) -> None:
         self._add(batch)
 
     def on_validation_epoch_end(self) -> None:
         self._log_metrics("val")
 
-    def test_step(self, batch: Batch, _batch_idx: int) -> None:
+    def test_step(self, batch: Batch) -> None:
         self._add(batch)
 
     def on_test_epoch_end(self) -> None:
