@@ -79,6 +79,7 @@ class Example(LightningModule):
 
     def _length(self) -> dict[str, int]:
         """Of the training, in each unit of a schedule."""
+        self.trainer.fit_loop.setup_data()  # `estimated_stepping_batches` does, but not if training.epochs=null
         steps = int(self.trainer.estimated_stepping_batches)
         per_epoch = -(-self.trainer.num_training_batches // self.trainer.accumulate_grad_batches)
         epochs = -(-steps // int(per_epoch))
