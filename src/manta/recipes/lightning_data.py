@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
@@ -45,10 +45,10 @@ class Piece(NamedTuple):
 class TrainBatches:
     """One rank's pieces of the epoch that the run is in, from where it is; read one at a time."""
 
-    def __init__(
-        self, session: Session, config: Config, progress: Callable[[], Progress], plan: "Plans", read: Read
-    ) -> None:
-        self.session, self.config, self.progress, self.plan, self.read = session, config, progress, plan, read
+    def __init__(self, shares: "Shares", plan: "Plans", read: Read, before_batch: Callable[[], None]) -> None:
+        session, config = shares.session, shares.config
+        self.session, self.config, self.progress = session, config, shares.progress
+        self.plan, self.read, self.before_batch = plan, read, before_batch
         self.current: Piece | None = None
         """What was given out last."""
         largest, micro_size = max(map(len, self._batches(0))), config.data.micro_batch_size
@@ -93,10 +93,11 @@ class TrainBatches:
         epoch = progress.epoch
         pieces, ahead = itertools.tee(self._pieces(epoch, progress.offset))
         batches = self.read((piece.indices for piece in ahead), epoch)
-        for piece, batch in zip(pieces, batches, strict=True):
+        for piece in pieces:
+            self.before_batch()
             self.current = piece
             self.session.pulse("loading a batch")
-            yield batch
+            yield next(batches)
 
 
 class EvalBatches:
@@ -167,6 +168,8 @@ class Shares:
     def __init__(self, session: Session, config: Config, progress: Callable[[], Progress]) -> None:
         self.session, self.config, self.progress = session, config, progress
         self.train: TrainBatches | None = None
+        self.before_batch: Callable[[Trainer], None] = lambda _: None
+        """Called before a batch of training is read."""
         self.samples = 0
         """Of this rank, in the split that is evaluated."""
 
@@ -193,9 +196,10 @@ class Shares:
         return replaced
 
     def training(self, datamodule: LightningDataModule, plan: Plans, read: Read) -> TrainBatches:
-        self.train = TrainBatches(self.session, self.config, self.progress, plan, read)
-        assert datamodule.trainer is not None
-        datamodule.trainer.accumulate_grad_batches = self.train.parts
+        trainer = datamodule.trainer
+        assert trainer is not None
+        self.train = TrainBatches(self, plan, read, lambda: self.before_batch(trainer))
+        trainer.accumulate_grad_batches = self.train.parts
         return self.train
 
     def _evaluating(self, loader: DataLoader[Any]) -> EvalBatches:

@@ -122,6 +122,7 @@ class Drive(Callback):
     def __init__(self, session: Session, config: Config, record: Record, shares: Shares, listener: Listener) -> None:
         self.session, self.config, self.record = session, config, record
         self.shares, self.listener = shares, listener
+        shares.before_batch = self.before_batch
         self.checkpoint: Path | None = None
         self.found: dict[str, float] | None = None
         self.improved = self.stopping = self.between = False
@@ -132,7 +133,9 @@ class Drive(Callback):
         self.steps = self.samples = 0
         """Of an epoch."""
         self._pending: list[Tensor] = []
-        self._kept: list[list[float]] = []
+        self._kept: list[Any] = []
+        self._means: dict[str, list[float]] = {}
+        """Sums and counts behind what the module logs over a training epoch, to be taken up again."""
         self._rng: dict[str, Any] | None = None
 
     # --- where the training is ---------------------------------------------------------------------------------------
@@ -206,7 +209,6 @@ class Drive(Callback):
     # --- one step ----------------------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self._use_rng()
         self.session.pulse.step = self.record.progress.step + 1
         self.session.pulse("in the training step")
 
@@ -231,6 +233,7 @@ class Drive(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:  # noqa: ARG002
         assert self.shares.train is not None and self.shares.train.current is not None
+        self._resume_means(trainer)
         piece = self.shares.train.current
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor):
@@ -254,11 +257,20 @@ class Drive(Callback):
         self.record.save_due |= due or (every is not None and progress.step % every == 0)
         if progress.step >= self.total:
             trainer.should_stop = True
-        elif progress.offset < self.samples:  # at the end of an epoch both wait for the validation
-            if self.stopping or self.record.save_due:
-                self._save(trainer)
-            if self.stopping:
-                self._end("interrupted")
+
+    def before_batch(self, trainer: Trainer) -> None:
+        """Before a batch of training is read, when everybody's hooks of the one before have run.
+
+        Checkpoints in mid-epoch are written here; at the end of an epoch they wait for the validation.
+        """
+        self._use_rng()
+        batches = self.shares.train
+        if self.record.progress.offset == 0 or batches is None or batches.current is None or not batches.current.last:
+            return
+        if self.stopping or self.record.save_due:
+            self._save(trainer)
+        if self.stopping:
+            self._end("interrupted")
 
     def _settle_losses(self) -> None:
         """Losses are fetched from the device when they are needed, not at every step."""
@@ -301,6 +313,8 @@ class Drive(Callback):
         progress = self.record.progress
         self.record.watch.stop()
         self._settle_losses()
+        # In an epoch that it resumed Lightning would leave out the schedules that wait for a metric.
+        trainer.fit_loop._restarting = False
         epoch, ended = progress.epoch + 1, progress.offset >= self.samples
         if self.found is not None:
             self._check_objective(self.found)
@@ -360,18 +374,27 @@ class Drive(Callback):
 
     def _save(self, trainer: Trainer, best: bool = False) -> None:
         self._settle_losses()
-        self._kept = self.session.gather(self.losses)
+        self._kept = self.session.gather((self.losses, {} if self.between else _means(trainer)))
         self.record.save_files(lambda folder: trainer.save_checkpoint(folder / FILE, weights_only=False), best)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"losses": self._kept}
+        return {"ranks": self._kept}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        ranks = state_dict["losses"]
+        ranks = state_dict["ranks"]
         if len(ranks) == self.session.world_size:
-            self.losses = list(ranks[self.session.rank])
+            losses, self._means = ranks[self.session.rank]
+            self.losses = list(losses)
         elif self.session.main:  # another world size: the sums go on
-            self.losses = [sum(column) for column in zip(*ranks, strict=True)]
+            self.losses = [sum(column) for column in zip(*(losses for losses, _ in ranks), strict=True)]
+
+    def _resume_means(self, trainer: Trainer) -> None:
+        """Lightning forgets them; a module that logs something again has a place for it."""
+        results = trainer.fit_loop.epoch_loop._results
+        for key in [key for key in self._means if key in results]:
+            value, count = self._means.pop(key)
+            results[key].value += value
+            results[key].cumulated_batch_size += int(count)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
         """Between epochs Lightning's counters are those of an epoch that is just beginning, or that ended too early."""
@@ -381,6 +404,16 @@ class Drive(Callback):
             for tracker in ("current", "total"):
                 counters = checkpoint["loops"]["fit_loop"]["epoch_progress"][tracker]
                 counters |= {"ready": begun, "started": begun, "processed": progress.epoch, "completed": progress.epoch}
+
+
+def _means(trainer: Trainer) -> dict[str, list[float]]:
+    """(weighted sum, samples) of each mean over the training epoch that is going on."""
+    results = trainer.fit_loop.epoch_loop._results.items()
+    return {
+        key: [result.value.item(), int(result.cumulated_batch_size)]
+        for key, result in results
+        if result.is_tensor and result.meta.on_epoch and result.meta.is_mean_reduction
+    }
 
 
 class AfterHooks(Checkpoint):
