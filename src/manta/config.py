@@ -588,9 +588,9 @@ class Config:
     """Print the plan and stop."""
     traceback: bool = False
     """Show Python tracebacks with errors."""
-    allowed_targets: list[str] = field(default_factory=lambda: ["manta", "torch", "torchvision"])
+    allowed_targets: list[str] = field(default_factory=lambda: ["manta", "torch", "torchvision", "lightning"])
     """Packages that a `_target_` may come from. Of `manta`: data, models, recipes, training; of `torch`: nn, optim; of
-    `torchvision`: models, ops, transforms. What a run's directory says of other installed packages is not believed: name
+    `torchvision`: models, ops, transforms; of `lightning`: pytorch.callbacks. What a run's directory says of other installed packages is not believed: name
     them in conf/config.yaml for good, else on resume again, and for scripts in the environment (MANTA_ALLOWED_TARGETS=a,b)."""
     objective: Objective = field(default_factory=Objective)
     """What better means."""

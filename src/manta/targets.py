@@ -15,6 +15,7 @@ from manta.errors import MantaError, nearest
 # Where plug-ins come from in our own package and in torch's. Elsewhere in them is what runs programs, deletes, downloads,
 # or loads and writes whatever it is given, under more names than a list of forbidden ones could hold.
 ROOMS = {
+    "lightning": ("pytorch.callbacks",),
     "manta": ("data", "models", "recipes", "training"),
     "torch": ("nn", "optim"),
     "torchvision": ("models", "ops", "transforms"),
@@ -42,7 +43,7 @@ def check_allowed(key: str, spec: Mapping[str, Any], allowed: Sequence[str]) -> 
         )
     parts = target.split(".")
     room = next((rooms for package, rooms in ROOMS.items() if package == parts[0]), None)
-    inside = room is None or (len(parts) > 2 and parts[1] in room)
+    inside = room is None or any(target.startswith(f"{parts[0]}.{name}.") for name in room)
     if FOREIGN & set(parts) or parts[0] in sys.stdlib_module_names or (parts[0] in allowed and not inside):
         few = f" Of {parts[0]}, plug-ins come from {', '.join(f'{parts[0]}.{name}' for name in room)}." if room else ""
         raise MantaError(

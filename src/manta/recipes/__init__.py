@@ -68,7 +68,7 @@ class Recipe(Protocol):
     def export(self, config: Config, checkpoint: Path) -> tuple[nn.Module, Tensor]:
         """For a model registry, in any process: the trained model in float32 on the CPU, and an example batch of two.
 
-        May be left out: then only checkpoints are kept.
+        May be left out, or raise NotImplementedError: then only checkpoints are kept.
         """
         ...
 

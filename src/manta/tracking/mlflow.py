@@ -219,7 +219,10 @@ def save_model(run: RunDir, checkpoint: Path, target: Path, alive: Alive) -> boo
     if not hasattr(recipe, "export"):
         return False
     alive()
-    model, example = recipe.export(config, checkpoint)
+    try:
+        model, example = recipe.export(config, checkpoint)
+    except NotImplementedError:
+        return False
     with torch.no_grad():
         output = model(example)
     alive()

@@ -44,9 +44,9 @@ class Loader:
         self.device, self.dtype, self.transform = device, dtype, transform
         self.tensors = dataset.to(device) if isinstance(dataset, TensorSet) else None
         if not isinstance(dataset, TensorSet):
-            self.plan = _Plan()
+            self.plan = Plan()
             self.workers: DataLoader[Any] = DataLoader(
-                _SeededSamples(dataset, seed),
+                SeededSamples(dataset, seed),
                 batch_sampler=self.plan,
                 num_workers=num_workers,
                 pin_memory=device.type == "cuda",
@@ -86,7 +86,7 @@ class Loader:
         return (inputs if fine else inputs.to(self.dtype)), targets
 
 
-class _Plan:
+class Plan:
     """The batch sampler of a DataLoader whose workers outlive an epoch."""
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class _Plan:
         return iter(self.chunks)
 
 
-class _SeededSamples(Dataset[Any]):
+class SeededSamples(Dataset[Any]):
     """Reads sample (epoch, index) with every global generator seeded by (seed, epoch, index)."""
 
     def __init__(self, dataset: Dataset[Any], seed: int) -> None:

@@ -1,6 +1,8 @@
 """The random generators of a rank: seeding, and taking them along in a checkpoint."""
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -41,3 +43,14 @@ def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
     name, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     random.setstate(state["python"])
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Inside, the generators of the CPU are seeded; afterwards they are as before."""
+    kept = rng_state(torch.device("cpu"))
+    seed_everything(seed)
+    try:
+        yield
+    finally:
+        set_rng_state(kept, torch.device("cpu"))
