@@ -26,7 +26,10 @@ from manta import config
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-LONG = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("search", "tracking", "report", "runs", "recipes"))]
+LONG = [
+    ROOT / "README.md",
+    *(ROOT / "docs" / f"{name}.md" for name in ("search", "tracking", "report", "runs", "recipes")),
+]
 """Pages that take most of a minute and more: left to `make drills`."""
 BLOCK_TIMEOUT_S = 420
 

@@ -64,6 +64,7 @@ CASES = {
         ("recipe=lightgbm", "data=diabetes", "training.epochs=30"), 51.0, 1e-6,
         "search.space.recipe.settings.learning_rate=loguniform(0.03, 0.5)", precision="fp32", extra=True,
     ),
+    "lightning": Case(("recipe=lightning", "training.epochs=4"), 0.93, 1e-4, extra=True),
     "deepspeed": Case(("recipe=deepspeed", "training.epochs=4"), 0.92, 2e-2, tests=False, precision="fp32", extra=True),
 }  # fmt: skip
 TABLE = [pytest.param(case, id=name, marks=[pytest.mark.recipes] if case.extra else []) for name, case in CASES.items()]
