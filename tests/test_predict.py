@@ -254,8 +254,8 @@ def test_help_explains_every_argument(capsys: pytest.CaptureFixture[str]) -> Non
     assert shown.startswith("python scripts/predict.py [name=value ...]")
     lines = [line for line in shown.splitlines() if line.startswith("  ")]
     assert [line.split("=")[0].strip() for line in lines] == [
-        *("run", "checkpoint", "data", "split", "output", "use_gpu", "storage.path", "storage.endpoint_url"),
-        *("storage.cache", "storage.finish_s", "traceback"),
+        *("run", "checkpoint", "data", "split", "output", "prompt", "length", "temperature", "seed", "use_gpu"),
+        *("storage.path", "storage.endpoint_url", "storage.cache", "storage.finish_s", "traceback"),
     ]
     assert all(len(line.split(maxsplit=1)) == 2 for line in lines), "an argument without explanation"
 

@@ -88,16 +88,21 @@ def predict(arguments: Arguments, conf: Path) -> int:
     run = find_run(arguments.run, arguments.storage, view)
     output = _output(arguments.output, run.path)
     config = saved_config(run, 0, arguments.use_gpu, Cluster())
-    language = is_language(config)
-    if arguments.prompt is not None and not (language and arguments.data is None and arguments.output is None):
-        raise MantaError(
-            f"prompt={arguments.prompt!r} is for a language model, without data= and output=; {runs.short(run.path)} was "
-            f"trained for {config.recipe.task['_target_'].rpartition('.')[2]}."
-        )
-    if language and arguments.data is None and arguments.output is None:
-        return _write_on(arguments, run, config, view)
     place = _place(arguments.data, config, conf)
+    alone = arguments.data is None and arguments.output is None
+    if arguments.prompt is not None and not alone:
+        raise MantaError(
+            f"prompt={arguments.prompt!r}: a text is printed, so there is no data= and no output= with it."
+        )
     with published(run, arguments.checkpoint) as checkpoint, TemporaryDirectory() as scratch:
+        if alone and is_language(config):
+            view.say(_text(arguments, run, config, checkpoint))
+            return FINISHED
+        if arguments.prompt is not None:
+            raise MantaError(
+                f"prompt={arguments.prompt!r} is for a language model; {runs.short(run.path)} was trained for "
+                f"{config.recipe.task['_target_'].rpartition('.')[2]}."
+            )
         from manta.recipes import make_recipe
         from manta.session import plain
 
@@ -130,18 +135,16 @@ def is_language(config: Config) -> bool:
     return isinstance(make_task(config), LanguageModeling) and hasattr(make_recipe(config), "generate")
 
 
-def _write_on(arguments: Arguments, run: runs.RunDir, config: Config, view: View) -> int:
-    """Print the prompt and what the model makes of it."""
+def _text(arguments: Arguments, run: runs.RunDir, config: Config, checkpoint: Path) -> str:
+    """The prompt and what the model makes of it, fit for a terminal."""
     from manta.recipes import make_recipe
     from manta.session import plain
 
     prompt = "\n" if arguments.prompt is None else arguments.prompt
-    with published(run, arguments.checkpoint) as checkpoint:
-        session = plain(run, arguments.use_gpu, stop=lambda: False)
-        drawn = arguments.length, arguments.temperature, arguments.seed
-        text = make_recipe(config).generate(session, config, checkpoint, prompt, *drawn)
-    view.say("".join(each if each.isprintable() or each in "\n\t" else "\N{REPLACEMENT CHARACTER}" for each in text))
-    return FINISHED
+    session = plain(run, arguments.use_gpu, stop=lambda: False)
+    drawn = arguments.length, arguments.temperature, arguments.seed
+    text = make_recipe(config).generate(session, config, checkpoint, prompt, *drawn)
+    return "".join(each if each.isprintable() or each in "\n\t" else "\N{REPLACEMENT CHARACTER}" for each in text)
 
 
 def _output(asked: str | None, run: Path) -> Path:
