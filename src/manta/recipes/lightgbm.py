@@ -140,6 +140,7 @@ class _Trees(Trees):
             return
 
         def before(env: "lightgbm.callback.CallbackEnv") -> None:
+            assert isinstance(env.model, lightgbm.Booster)
             self._forget(env.model, number)
 
         before.before_iteration = True  # type: ignore[attr-defined]
