@@ -40,10 +40,10 @@ def close(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> bool:
 
 
 def test_language_modelling(lab: Lab) -> None:
-    """A small GPT-2 knows more of bytes than their frequencies (4.85 bits) after 200 steps; reached: 4.64."""
-    run = lab.run("recipe=transformers", "data=text", "scaling=in_process", "training.epochs=null", "training.max_steps=200",
-                  "optimizer.lr=3e-3", "data.input_shape=[64]", "data.batch_size=16", "training.limit_eval_batches=4")  # fmt: skip
-    assert summary(run)["best"]["metrics"]["val/bits_per_byte"] < 4.75
+    """A small GPT-2 learns bytes, whose frequencies alone are worth 4.85 bits; reached: 3.31, in a minute on a busy CPU."""
+    run = lab.run("recipe=transformers", "data=text", "scaling=in_process", "training.epochs=null", "training.max_steps=700",
+                  "optimizer.lr=6e-3", "data.input_shape=[64]", "data.batch_size=16")  # fmt: skip
+    assert summary(run)["best"]["metrics"]["val/bits_per_byte"] < 3.6
     assert {each.name for each in run.path.iterdir()}.isdisjoint({"runs", "trainer_output"})
 
 
