@@ -212,7 +212,7 @@ VALUES = [
     Bad("data.name=a/b", ("data.name='a/b'", "a-b would do")),
     Bad("tags=[good,.hidden]", ("tags[1]='.hidden'", "hidden would do")),
     Bad("allowed_targets=[my.package]", ("'my.package'", "without dots")),
-    Bad("model._target_=mylab.Net", ("model._target_=mylab.Net", "allowed_targets=[manta,torch,torchvision,mylab]")),
+    Bad("model._target_=mylab.Net", ("model._target_=mylab.Net", "allowed_targets=[manta,torch,torchvision,lightning,mylab]")),
     Bad("model._target_=Net", ("model._target_=Net",)),
     Bad("model._target_=torch.hub.load", ("model._target_=torch.hub.load", "can run anything")),
     Bad("optimizer._target_=torch.os.system", ("optimizer._target_=torch.os.system", "can run anything")),

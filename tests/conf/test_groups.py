@@ -17,6 +17,7 @@ from manta.training.tasks import make_task
 CONF = Path(__file__).parents[2] / "conf"
 ALLOWED = ["manta", "torch", "torchvision"]
 SIZES = {
+    "diabetes": ([10], 1),
     "digits": ([1, 8, 8], 10),
     "mnist": ([1, 28, 28], 10),
     "fashion_mnist": ([1, 28, 28], 10),
@@ -24,6 +25,7 @@ SIZES = {
     "cifar10": ([3, 32, 32], 10),
     "cifar100": ([3, 32, 32], 100),
     "diabetes": ([10], 1),
+    "snippets": ([128], 4),
     "text": ([128], 256),
 }
 
