@@ -267,7 +267,7 @@ def test_yaml_blocks_parse() -> None:
 
 def test_additions_take_less_than_ten_lines() -> None:
     """What the README promises about a model, a data set and an experiment."""
-    files = [block for block in ALL if block.file is not None]
+    files = [block for block in ALL if block.file is not None and block.page.name != "recipes.md"]  # whole scripts
     assert {Path(block.file or "").parts[1] for block in files} >= {"model", "data", "experiment"}
     for block in files:
         lines = [line for line in block.code.splitlines() if line.strip() and not line.startswith("#")]
