@@ -126,6 +126,7 @@ OR_AUTO = ("scaling.num_workers", "data.micro_batch_size")  # which rules of the
 CHOICES = {
     "objective.mode": ("max", "min"),
     "data.input_dtype": ("float", "int64"),
+    "data.engine": ("torch", "ray"),
     "scheduler.unit": ("step", "epoch", "validation"),
     "training.precision": PRECISIONS,
     "scaling.strategy": STRATEGIES,
@@ -289,6 +290,11 @@ def batches(config: Config) -> Iterator[str]:
         yield (
             f"data.micro_batch_size={micro} is a part of data.batch_size={data.batch_size} and cannot "
             "be larger. Set data.micro_batch_size=null for no splitting."
+        )
+    if data.engine == "ray" and scaling.num_workers == 0:
+        yield (
+            "data.engine=ray streams data through Ray, and scaling.num_workers=0 runs without it. Set scaling.num_workers=1 (of "
+            "scripts/evaluate.py: num_workers=1), or data.engine=torch, which reads everything into memory."
         )
     size = math.prod(data.input_shape)
     if not data.input_shape or len(data.input_shape) > 5 or size > 2**31:

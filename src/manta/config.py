@@ -75,6 +75,9 @@ class Data:
     largest that fits into memory, found by halving before training starts."""
     eval_batch_size: int | None = None
     """Samples per worker per forward pass in evaluation; null = the largest training share."""
+    engine: str = "torch"
+    """torch, or ray: data sets that can be streamed (data=table, or a `manta.data.stream.Stream` of your own) are read by Ray Data
+    while they are used, in tasks anywhere on the cluster."""
     num_workers: int = 0
     """DataLoader processes per training worker, for data sets that are not held in memory."""
     prefetch_factor: int = 4

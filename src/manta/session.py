@@ -9,6 +9,7 @@ import re
 import socket
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -62,6 +63,7 @@ class Session:
     """What this rank does; a recipe marks it, the same marks on every rank."""
     _metrics: MetricsFile | None = None
     _control: Any = field(default=None, repr=False)
+    _served: list[Any] = field(default_factory=list, repr=False)
 
     @property
     def main(self) -> bool:
@@ -116,6 +118,34 @@ class Session:
         with self._together():
             dist.all_gather_object(found, value, group=self._control)
         return found
+
+    def serve(self, make: type, *arguments: Any) -> Any:
+        """An object in a process of its own, as long as this one lives: an actor of Ray that every rank can ask (see `fetch`).
+
+        Raises:
+            MantaError: this run has no Ray.
+        """
+        ray = sys.modules.get("ray")
+        if ray is None or not ray.is_initialized():
+            raise MantaError("data.engine=ray needs Ray, and this runs without: data.engine=torch")
+        name = self.gather(f"manta-{make.__name__}-{uuid.uuid4().hex}")[0]
+        if self.main:
+            self._served.append(ray.remote(num_cpus=0)(make).options(name=name).remote(*arguments))
+        self.barrier()
+        return ray.get_actor(name)
+
+    @staticmethod
+    def fetch(answer: Any) -> Any:
+        """What an actor answers; raises what it raised."""
+        import ray
+
+        try:
+            return ray.get(answer)
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause if isinstance(error.cause, Exception) else error
+            raise MantaError(
+                f"The data could not be read: {str(cause).strip().splitlines()[-1]}", code=FAILED_CODE
+            ) from error
 
     def barrier(self) -> None:
         if self.world_size > 1:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from manta.config import Data
 from manta.data import AnySet, Splits, TensorSet
+from manta.data.stream import Stream
 from manta.errors import MantaError
 from manta.targets import build
 
@@ -62,6 +63,11 @@ def load_splits(data: Data, allowed: Sequence[str], check_targets: CheckTargets 
             raise MantaError(
                 f"data.dataset._target_={data.dataset['_target_']} returns Splits without a {name} split. To carve one off: "
                 "manta.data.split.carve_fraction"
+            )
+        if data.engine == "ray" and part is not None and not isinstance(part, Stream):
+            raise MantaError(
+                f"data.engine=ray: data set {data.name} is not one that can be streamed (manta.data.stream.Stream). data=table is; "
+                "for this one leave data.engine=torch."
             )
         if part is not None:
             _check_split(f"The {name} split of data set {data.name}", part, data, check_targets)

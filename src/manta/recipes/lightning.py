@@ -150,6 +150,7 @@ class LightningRecipe:
         refused = {
             "scaling.strategy=fsdp2": (config.scaling.strategy == "fsdp2", "scaling.strategy=ddp"),
             "data.micro_batch_size=auto": (config.data.micro_batch_size == "auto", "a number, or null"),
+            "data.engine=ray": (config.data.engine == "ray", "data.engine=torch, or recipe=pytorch"),
             "training.ema.enabled=true": (
                 training.ema.enabled,
                 "training.ema.enabled=false, and for averaged weights recipe=pytorch or a callback of Lightning",

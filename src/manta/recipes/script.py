@@ -414,6 +414,7 @@ def refuse_what_scripts_decide(config: Config) -> None:
         f"training.label_smoothing={training.label_smoothing}": training.label_smoothing != 0,
         f"data.micro_batch_size={config.data.micro_batch_size}": config.data.micro_batch_size is not None,
         f"scaling.strategy={config.scaling.strategy}": config.scaling.strategy != "ddp",
+        "data.engine=ray": config.data.engine == "ray",
         f"tracking.watch={config.tracking.watch}": config.tracking.watch is not None,
     }
     if found := [setting for setting, is_set in wrong.items() if is_set]:

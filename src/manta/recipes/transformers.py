@@ -164,6 +164,7 @@ class TransformersRecipe:
             "training.ema.enabled=true": (training.ema.enabled, "training.ema.enabled=false, or recipe=pytorch"),
             "training.compile=true": (training.compile, "training.compile=false, or recipe=pytorch"),
             "training.profile=true": (training.profile, "training.profile=false, or recipe=pytorch"),
+            "data.engine=ray": (config.data.engine == "ray", "data.engine=torch, or recipe=pytorch"),
             f"tracking.watch={config.tracking.watch}": (config.tracking.watch is not None, "tracking.watch=null"),
             f"scheduler.unit={unit}": (unit != "step", "a schedule by steps (scheduler=cosine, wsd or constant)"),
         }

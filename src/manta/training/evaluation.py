@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from manta.config import Config
 from manta.data import AnySet, Splits, TensorSet
+from manta.data.stream import Stream
 from manta.data.transforms import build_transforms
 from manta.session import Session
-from manta.training.loader import Loader
+from manta.training.loader import Loader, StreamLoader
 from manta.training.precision import Precision
 from manta.training.sampler import micro_batches
 from manta.training.tasks import Task
@@ -24,11 +25,15 @@ def make_loader(session: Session, config: Config, splits: Splits, split: str) ->
 def _loader(session: Session, config: Config, dataset: AnySet, kind: str) -> Loader:
     """Args: kind: which of `data.transforms`, train or eval."""
     data = config.data
+    dtype = Precision.make(config.training.precision, session.device).dtype
+    transform = build_transforms(f"data.transforms.{kind}", getattr(data.transforms, kind), config.allowed_targets)
+    if isinstance(dataset, Stream):
+        return StreamLoader(dataset, session, dtype, transform, config.seed, kind == "train")
     return Loader(
         dataset,
         session.device,
-        Precision.make(config.training.precision, session.device).dtype,
-        build_transforms(f"data.transforms.{kind}", getattr(data.transforms, kind), config.allowed_targets),
+        dtype,
+        transform,
         config.seed,
         data.num_workers,
         data.prefetch_factor,

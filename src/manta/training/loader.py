@@ -1,6 +1,7 @@
 """From indices to batches on the device: by indexing tensors, or through DataLoader workers."""
 
 import random
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -10,10 +11,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from manta.data import AnySet, BatchTransform, TensorSet
+from manta.data.stream import Stream
 from manta.errors import MantaError
+from manta.session import Session
+from manta.training.feeder import Feeder
 from manta.training.sampler import mix
 
 Batch = tuple[Tensor, Tensor]
+STREAM_AHEAD = 2
+"""Batches of a stream that are asked for ahead."""
 
 
 def first_target(dataset: AnySet | None) -> Tensor:
@@ -84,6 +90,44 @@ class Loader:
             inputs = self.transform(inputs)
         fine = inputs.dtype == self.dtype or not inputs.is_floating_point()
         return (inputs if fine else inputs.to(self.dtype)), targets
+
+
+class StreamLoader(Loader):
+    """The same for a stream: index tensors are numbers of rows in the stream's order, ascending, those of all ranks close together.
+
+    Every rank makes one alike.
+
+    Args:
+        shuffle: it is the training split.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        session: Session,
+        dtype: torch.dtype,
+        transform: BatchTransform | None,
+        seed: int,
+        shuffle: bool,
+    ) -> None:
+        self.device, self.dtype, self.transform = session.device, dtype, transform
+        self.session, self.stream, self.turn = session, stream, 0
+        self.feeder = session.serve(Feeder, stream, seed, shuffle, session.world_size)
+
+    def batches(self, indices: Iterable[Tensor], epoch: int = 0) -> Iterator[Batch]:
+        self.turn += 1
+        waiting: deque[Any] = deque()
+        for chunk in indices:
+            waiting.append(self.feeder.take.remote(self.turn, epoch, self.session.rank, chunk.numpy()))
+            if len(waiting) > STREAM_AHEAD:
+                yield self._fetched(waiting.popleft())
+        while waiting:
+            yield self._fetched(waiting.popleft())
+
+    def _fetched(self, answer: Any) -> Batch:
+        # Copies: what comes from Ray's object store is read-only.
+        inputs, targets = (torch.tensor(part).to(self.device) for part in self.session.fetch(answer))
+        return self._finish(inputs if self.stream.prepare is None else self.stream.prepare(inputs), targets)
 
 
 class Plan:

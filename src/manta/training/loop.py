@@ -12,6 +12,7 @@ import torch
 
 from manta.config import Config
 from manta.data import Splits
+from manta.data.stream import Stream
 from manta.session import Session
 from manta.training.checkpoint import find_checkpoint, load_checkpoint
 from manta.training.evaluation import Evaluator, make_loader
@@ -143,7 +144,9 @@ class Loop:
         """What is left of this epoch."""
         data, progress = self.config.data, self.progress
         samples, _ = epoch_length(self.config, self.train_size)
-        if self.config.training.overfit_batches is not None:
+        if self.config.training.overfit_batches is not None or isinstance(
+            self.splits.train, Stream
+        ):  # it shuffles itself
             order = torch.arange(samples)
         else:
             order = epoch_order(self.train_size, self.config.seed, progress.epoch)[:samples]
