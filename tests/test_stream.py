@@ -16,9 +16,10 @@ from manta.config import Storage
 from manta.data.stream import Stream
 from manta.data.table import table
 from manta.errors import FINISHED, MantaError
+from manta.predict import Arguments, predict
 from manta.runs import read_lines
 from manta.training.feeder import Feeder
-from tests.conftest import Lab, history, summary, wait_for
+from tests.conftest import ROOT, Lab, history, summary, wait_for
 
 pytestmark = pytest.mark.timeout(400)
 ONE = ("scaling=cpu", "scaling.num_workers=1", "data.engine=ray")
@@ -196,6 +197,9 @@ def test_workers_change_nothing(lab: Lab, digits: Path) -> None:
     recorded = {**summary(two)["best"]["metrics"], **summary(two)["test"]}
     assert found == pytest.approx({key: recorded[key] for key in found}, rel=1e-9)
     assert set(found) == {"val/loss", "val/accuracy", "test/loss", "test/accuracy"}
+    assert predict(Arguments(run=str(two)), ROOT / "conf") == FINISHED  # without Ray
+    rows = pd.read_csv(two.path / "predictions.csv")
+    assert (rows["prediction"] == rows["target"]).mean() == pytest.approx(found["test/accuracy"])
 
 
 @pytest.mark.drill

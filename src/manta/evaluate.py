@@ -114,6 +114,9 @@ def saved_config(run: RunDir, num_workers: int, use_gpu: bool | None, cluster: C
     scaling = Scaling(num_workers=num_workers, use_gpu=use_gpu, timeout_s=config.scaling.timeout_s)
     if num_workers != 0:  # a model may not fit on one device, here as in training
         scaling.strategy = config.scaling.strategy
+    if num_workers == 0 and config.data.engine == "ray" and "engine" in config.data.dataset:  # there is no Ray here
+        dataset = {**config.data.dataset, "engine": "torch"}
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, engine="torch", dataset=dataset))
     config = dataclasses.replace(
         config,
         scaling=scaling,
