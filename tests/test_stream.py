@@ -178,6 +178,7 @@ def test_a_table_of_numbers(lab: Lab) -> None:
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.drill
 @pytest.mark.usefixtures("ray_cluster")
 def test_workers_change_nothing(lab: Lab, digits: Path) -> None:
     """One worker and two: the same batches, so the same losses; both are streamed, and what was recorded is measured again."""
