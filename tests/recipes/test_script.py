@@ -184,15 +184,44 @@ def test_predicting_is_the_scripts_own(lab: Lab) -> None:
     assert refused.returncode == 2 and "how tests.recipes.quickstart.main predicts is not known" in refused.stderr
 
 
+def two_passes(run: Run) -> None:
+    """An epoch of two passes; random numbers are drawn in both."""
+    samples = TensorDataset(quickstart.images[:640], quickstart.labels[:640])
+    loader = DataLoader(samples, 64, shuffle=True)
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(64, 10))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    model, optimizer, loader = run.prepare(model, optimizer, loader)
+    for _ in run.epochs():
+        model.train()
+        for _ in range(2):
+            for x, y in loader:
+                loss = nn.functional.cross_entropy(model(x), y)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                run.log(loss)
+        run.report({"val/loss": float(loss) if run.record else 0.0, "val/accuracy": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("main", "steps"), [("quickstart.main", 3 * 24), ("test_script.two_passes", 3 * 20)], ids=["one pass", "two passes"]
+)
 def test_interrupted_in_the_middle_of_an_epoch(
-    lab: Lab, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    lab: Lab, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, main: str, steps: int
 ) -> None:
     """The epoch goes on with the batches it has not seen."""
-    settings = ("scaling=in_process", *QUICKSTART[:-2], "training.epochs=3", "training.log_every_n_steps=1")
+    settings = (
+        "scaling=in_process",
+        "recipe=script",
+        f"recipe.settings.main=tests.recipes.{main}",
+        TRUST,
+        "training.epochs=3",
+    )
     whole = Lab(tmp_path_factory.mktemp("whole")).run(*settings)
     with monkeypatch.context() as patch:
-        patch.setattr(Agreement, "__call__", lambda _, step: (step == 30, False))
+        patch.setattr(Agreement, "__call__", lambda _, step: (step == 35, False))
         assert lab.launch(*settings) == 130
-    assert summary(lab.latest)["step"] == 30
+    assert summary(lab.latest)["step"] == 35
     assert lab.launch("resume=latest") == FINISHED
     assert history(lab.latest) == history(whole)
+    assert summary(lab.latest)["step"] == steps

@@ -43,6 +43,10 @@ class Run:
         self.metrics: dict[str, float] | None = None
         """What was last reported."""
         self.precision = Precision.make(config.training.precision, session.device)
+        self.skip = 0
+        """Samples of the epoch that were used before it was resumed, and are still to be passed over."""
+        self.counted: Shared | None = None
+        """The DataLoader whose batches are steps."""
         self._checkpoint = checkpoint
         self._kept: dict[str, list[Any]] | None = None
         self._losses, self._logged = torch.zeros((), dtype=torch.float64, device=session.device), 0
@@ -55,7 +59,8 @@ class Run:
         Models are moved to the device and, on several workers, wrapped in DistributedDataParallel. Of each batch of a DataLoader
         every worker gets its share, on the device; one that shuffles does it by (seed, epoch). All but the DataLoaders are
         part of checkpoints: they are restored here if the run continues, and the epoch goes on with the batches it has not
-        seen.
+        seen. Those are batches of the first DataLoader that shuffles, which are the steps; another one that does begins its
+        pass anew.
         """
         if self._kept is not None:
             raise MantaError("run.prepare was called twice. Give it everything at once.")
@@ -76,7 +81,9 @@ class Run:
             kept["schedulers"].append(thing)
             return thing
         if isinstance(thing, DataLoader):
-            return Shared(thing, self)
+            loader = Shared(thing, self)
+            self.counted = self.counted or (loader if loader.trains else None)
+            return loader
         raise MantaError(
             f"run.prepare was given a {type(thing).__name__}: it takes models, optimizers, schedulers and DataLoaders."
         )
@@ -109,6 +116,7 @@ class Run:
                     raise MantaError(f"Checkpoint {path.name} does not fit the script's {kind}: {error}") from error
         if self.record is None:
             return
+        self.skip = self.record.progress.offset
         if len(state["ranks"]) == self.world_size:
             mine = state["ranks"][self.rank]
             set_rng_state(mine["rng"], self.device)
@@ -233,6 +241,8 @@ class Shared:
         self.trains = isinstance(loader.sampler, RandomSampler)
         sampler: Any = None if self.trains else loader.sampler
         self.shares = _Shares(len(loader.dataset), sampler, loader.batch_size, loader.drop_last, run)  # type: ignore[arg-type]
+        # Else every pass would draw from the global generator, and a resumed epoch draw once more than an undisturbed one.
+        self.generator = torch.Generator()
         self.inner: DataLoader[Any] = DataLoader(
             loader.dataset,
             batch_sampler=self.shares,
@@ -243,6 +253,7 @@ class Shared:
             worker_init_fn=loader.worker_init_fn,
             prefetch_factor=loader.prefetch_factor,
             persistent_workers=loader.persistent_workers,
+            generator=self.generator,
         )
 
     def __len__(self) -> int:
@@ -252,8 +263,11 @@ class Shared:
         run = self.run
         if self.trains and run.record is None:
             return
-        counting = self.trains and run.counting
-        self.shares.skip = run.record.progress.offset if counting and run.record is not None else 0
+        counting = self is run.counted and run.counting
+        self.shares.skip = min(run.skip, sum(self.shares.sizes())) if counting else 0
+        run.skip -= self.shares.skip
+        epoch = 0 if run.record is None else run.record.progress.epoch
+        self.generator.manual_seed(mix(run.config.seed, run.rank, epoch))
         sizes = iter(self.shares.left())
         for batch in self.inner:
             run.session.pulse("in the script")
@@ -270,7 +284,7 @@ class _Shares(Sampler[list[int]]):
         """sampler: the order; None = shuffled by (seed, epoch)."""
         self.size, self.sampler, self.batch, self.drop_last, self.run = size, sampler, batch, drop_last, run
         self.skip = 0
-        """Samples of the epoch that were used before it was resumed."""
+        """Samples to pass over."""
         if min(size, batch) < run.world_size:
             raise MantaError(
                 f"A DataLoader of the script gives batches of {min(size, batch)}, fewer than {run.world_size} workers: each "
