@@ -164,7 +164,17 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("case", TABLE)
+LOADER = Case(
+    (
+        "data=synthetic", "data.dataset.num_samples=300", "data.dataset.in_memory=false", "data.num_workers=1", "training.epochs=3",
+        "model.dropout=0.5", "data.batch_size=16",
+    ),
+    0.0, kill_at=9,
+)  # fmt: skip
+"""Passes over a DataLoader draw numbers too: a resumed epoch has one pass more."""
+
+
+@pytest.mark.parametrize("case", [*TABLE, pytest.param(LOADER, id="pytorch-loader")])
 def test_killed_and_resumed(lab: Lab, case: Case, tmp_path_factory: pytest.TempPathFactory) -> None:
     """The history and the result of a run that was killed are those of one that was not."""
     settings = (

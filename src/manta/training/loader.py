@@ -58,6 +58,8 @@ class Loader:
                 pin_memory=device.type == "cuda",
                 persistent_workers=num_workers > 0,
                 prefetch_factor=prefetch_factor if num_workers else None,
+                # Its own: each pass draws a seed for its processes, and a resumed epoch is one pass more than an undisturbed one.
+                generator=torch.Generator(),
             )
 
     def batches(self, indices: Iterable[Tensor], epoch: int = 0) -> Iterator[Batch]:
