@@ -28,7 +28,7 @@ from manta.targets import build, check_allowed, is_own
 from tests.conftest import ROOT, Lab, compose_run, make_config, wait_for
 from tests.drills import fuzz
 
-DEFAULT = ["manta", "torch", "torchvision"]
+DEFAULT = ["manta", "torch", "torchvision", "lightning"]
 PLACES = {
     "model": "model._target_={}",
     "optimizer": "optimizer._target_={}",
@@ -37,6 +37,8 @@ PLACES = {
     "data.dataset": "data.dataset._target_={}",
     "data.transforms.train[0]": "data.transforms.train=[{{_target_: {}}}]",
     "data.transforms.eval[0]": "data.transforms.eval=[{{_target_: {}}}]",
+    "recipe.task": "recipe.task._target_={}",
+    "recipe.settings.module": "recipe.settings.module._target_={}",
     "model.inner": "+model.inner={{_target_: {}}}",
     "model.list[0].deep": "+model.list=[{{deep: {{_target_: {}}}}}]",
 }
@@ -47,6 +49,7 @@ OUTSIDE = [
     "torch.multiprocessing.spawn", "torch.fx.graph_module._exec_with_source", "torch.nn.modules.module.os.system",
     "torch.nn.Linear.__init__.__globals__", "torchvision.datasets.utils.download_url", "torchvision.io.write_file",
     "manta.targets.build", "manta.catalog.remove.delete", "manta.commandline.parse", "manta.runs.shutil.rmtree", "torch.nn", "torch", "",
+    "lightning.pytorch.Trainer", "lightning.fabric.utilities.cloud_io._load", "lightning.pytorch.callbacks.os.system",
 ]  # fmt: skip
 # Their names are inside what is allowed, what they are is not.
 ALIASES = [
@@ -174,13 +177,13 @@ def test_a_saved_space_is_not_believed(tmp_path: Path, monkeypatch: pytest.Monke
     assert space is not None
     space.save(RunDir(tmp_path))
     path = tmp_path / "space.yaml"
-    path.write_text(path.read_text().replace("- torchvision\n", "- torchvision\n    - pandas\n"))
+    path.write_text(path.read_text().replace("- lightning\n", "- lightning\n    - pandas\n"))
     assert "pandas" in path.read_text()
     again = Space.load(RunDir(tmp_path), config)
     assert {tuple(base.allowed_targets) for base in again.bases.values()} == {tuple(DEFAULT)}
     RunDir(tmp_path).save_config(config)
     saved = (tmp_path / "config.yaml").read_text()
-    (tmp_path / "config.yaml").write_text(saved.replace("- torchvision\n", "- torchvision\n- pandas\n- tests\n"))
+    (tmp_path / "config.yaml").write_text(saved.replace("- lightning\n", "- lightning\n- pandas\n- tests\n"))
     assert load(RunDir(tmp_path)).allowed_targets == [*DEFAULT, "tests"]
     assert load(RunDir(tmp_path), ["pandas"]).allowed_targets == [*DEFAULT, "pandas", "tests"]
 

@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from manta import evaluate
+from manta.checkpoints import file_hash
 from manta.config import Storage
 from manta.errors import FINISHED, MantaError
 from manta.runs import RunDir
@@ -56,6 +58,25 @@ def test_stages_share_out_and_change_nothing(lab: Lab, plain: RunDir, stage: int
 def test_what_does_not_fit(lab: Lab, setting: str, message: str) -> None:
     with pytest.raises(MantaError, match=f"(?s){message}"):
         lab.launch("recipe=deepspeed", "scaling=in_process", setting)
+
+
+def test_code_in_a_checkpoint_is_refused(lab: Lab) -> None:
+    """Also if meta.json says that it belongs there."""
+    run = lab.run("recipe=deepspeed", "scaling=in_process", "training.epochs=1", "training.test=false")
+    folder, marker = (run.checkpoints / "best").resolve(), lab.folder / "ran"
+    file = folder / "mp_rank_00_model_states.pt"
+
+    class Bomb:
+        def __reduce__(self) -> tuple[object, ...]:
+            return Path.touch, (marker,)
+
+    torch.save(Bomb(), file)
+    meta = json.loads((folder / "meta.json").read_text())
+    meta["files"][file.name] = {"bytes": file.stat().st_size, "sha256": file_hash(folder, file.name)}
+    (folder / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(MantaError, match="could run code"):
+        evaluate.evaluate(evaluate.Arguments(run=str(run), storage=Storage(str(lab.folder))))
+    assert not marker.exists()
 
 
 def test_nothing_lies_about(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
+from manta.checkpoints import Damaged
 from manta.config import Config
 from manta.errors import MantaError
 from manta.recipes import Outline
@@ -28,6 +30,12 @@ needs("deepspeed", "deepspeed")
 OURS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "bf16", "fp16",
         "optimizer", "scheduler")  # fmt: skip
 """What other settings of Manta say."""
+DEEPSPEEDS = (
+    "deepspeed.runtime.fp16.loss_scaler.",
+    "deepspeed.runtime.zero.config.",
+    "deepspeed.utils.tensor_fragment.",
+)
+"""Where the classes come from that its checkpoints hold."""
 
 
 class Sped(Run):
@@ -105,6 +113,8 @@ class Sped(Run):
                 f"Checkpoint {path.name} is of {len(state['ranks'])} workers, each with its part of the optimizer; recipe=deepspeed "
                 f"resumes with as many: scaling.num_workers={len(state['ranks'])}."
             )
+        for file in path.glob("*.pt"):
+            _refuse_code(file)
         with _quiet():
             self.engine.load_checkpoint(
                 str(path.parent), tag=path.name, load_module_only=only, load_optimizer_states=not only
@@ -112,6 +122,17 @@ class Sped(Run):
         models, self._kept = self._kept, {**(self._kept or {}), "models": []}
         super()._load(state, path)
         self._kept = models
+
+
+def _refuse_code(file: Path) -> None:
+    """DeepSpeed unpickles whatever is in its files.
+
+    Raises:
+        Damaged: one holds more than tensors, plain values and what DeepSpeed itself puts there.
+    """
+    strange = [name for name in get_unsafe_globals_in_checkpoint(str(file)) if not name.startswith(DEEPSPEEDS)]
+    if strange:
+        raise Damaged(file.parent, f"{file.name} holds {strange[0]}, which could run code")
 
 
 class _Steps:

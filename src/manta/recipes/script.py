@@ -17,7 +17,7 @@ from manta.data import AnySet
 from manta.errors import MantaError
 from manta.recipes import Outline, Prediction
 from manta.session import Session
-from manta.targets import locate
+from manta.targets import check_allowed, locate
 from manta.training.checkpoint import load_checkpoint
 from manta.training.parallel import bare, load_model, parallelise, whole
 from manta.training.precision import Precision
@@ -367,6 +367,7 @@ class Script:
 
     def _function(self, config: Config) -> Callable[[Run], Any]:
         key = "recipe.settings.main"
+        check_allowed(key, {"_target_": self.main}, config.allowed_targets)
         function = locate(key, self.main, config.allowed_targets)
         try:
             inspect.signature(function).bind(None)
