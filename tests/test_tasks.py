@@ -115,7 +115,7 @@ def test_diabetes(lab: Lab) -> None:
     assert found["test/rmse"] < 0.85 * alone and found["test/r2"] > 0.3
     assert predict(Arguments(run=str(run)), ROOT / "conf") == 0
     rows = list(csv.DictReader(open(run.path / "predictions.csv")))
-    said, truth = (np.array([float(row[key]) for row in rows]) for key in ("prediction", "target_0"))
+    said, truth = (np.array([float(row[key]) for row in rows]) for key in ("prediction", "target"))
     assert truth.tolist() == splits.test.targets.flatten().tolist()
     assert root_mean_squared_error(truth, said) == pytest.approx(found["test/rmse"], rel=1e-5)
     assert splits.train.inputs.mean(dim=0).abs().max() < 1e-4  # standardised by the training split alone

@@ -241,8 +241,8 @@ def _numbered(name: str, values: Any, known: bool = True) -> dict[str, Any]:
     """Columns of (n,) or (n, k) numbers."""
     if not known:
         return {}
-    if values.dim() == 1:
-        return {name: values.numpy()}
+    if values.dim() == 1 or values.shape[1:].numel() == 1:
+        return {name: values.flatten().numpy()}
     return {f"{name}_{index}": column.numpy() for index, column in enumerate(values.flatten(1).unbind(1))}
 
 

@@ -6,7 +6,7 @@ how their library grows the trees.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,6 +90,21 @@ class Aim:
         """Sums over trees, (n,) or (n, k), as the task's outputs: logits (n, classes), or numbers (n, numbers)."""
         found = torch.from_numpy(scores).reshape(len(scores), self.trees)
         return torch.cat([torch.zeros_like(found), found], dim=1) if self.classes == 2 else found
+
+
+def merged(named: dict[str, Any], params: dict[str, Any], ours: Mapping[str, str]) -> dict[str, Any]:
+    """A library's parameters: those that are settings of their own, and others.
+
+    Args:
+        ours: which settings of Manta decide which parameters.
+
+    Raises:
+        ValueError: one is said twice.
+    """
+    for name in params:
+        if name in ours or name in named:
+            raise ValueError(f"params.{name} is set by {ours.get(name, f'recipe.settings.{name}')}")
+    return {**named, **params}
 
 
 class BoostingRecipe(ABC):

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from manta.errors import MantaError
-from manta.recipes.boosting import Aim, BoostingRecipe, Rows, Scorer, Trees
+from manta.recipes.boosting import Aim, BoostingRecipe, Rows, Scorer, Trees, merged
 from manta.recipes.extras import needs
 from manta.session import Session, address
 from manta.training.sampler import mix
@@ -65,10 +65,7 @@ class LightGBMRecipe(BoostingRecipe):
         params: dict[str, Any] | None = None,
     ) -> None:
         named = {name: value for name, value in locals().items() if name not in ("self", "params")}
-        for name in params or {}:
-            if name in OURS or name in named:
-                raise ValueError(f"params.{name} is set by {OURS.get(name, f'recipe.settings.{name}')}")
-        self.parameters = {**named, "boost_from_average": False, **(params or {})}
+        self.parameters = {"boost_from_average": False, **merged(named, params or {}, OURS)}
 
     def refused(self, aim: Aim) -> Iterator[str]:
         if aim.numbers > 1:

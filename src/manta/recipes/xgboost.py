@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from manta.errors import MantaError
-from manta.recipes.boosting import Aim, BoostingRecipe, Rows, Scorer, Trees
+from manta.recipes.boosting import Aim, BoostingRecipe, Rows, Scorer, Trees, merged
 from manta.recipes.extras import needs
 from manta.session import Session, address
 from manta.training.sampler import mix
@@ -62,10 +62,7 @@ class XGBoostRecipe(BoostingRecipe):
         params: dict[str, Any] | None = None,
     ) -> None:
         named = {name: value for name, value in locals().items() if name not in ("self", "params")}
-        for name in params or {}:
-            if name in OURS or name in named:
-                raise ValueError(f"params.{name} is set by {OURS.get(name, f'recipe.settings.{name}')}")
-        self.parameters = {**named, **(params or {})}
+        self.parameters = merged(named, params or {}, OURS)
 
     def rehearse(self, aim: Aim, seed: int) -> None:
         draw = np.random.default_rng(0)
