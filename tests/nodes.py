@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from manta.cluster.own import LOOPBACK
+
 NET = "10.77.0"
 # Nodes that are gone are noticed within 3 s.
 _ENVIRONMENT = {
@@ -56,7 +58,8 @@ class Nodes:
         )  # names of Ray's sockets have a limit, pytest's folders are long
         (folder / "home").mkdir()
         self.env = {**os.environ, **_ENVIRONMENT, "HOME": str(folder / "home")}
-        self.env.pop("MANTA_OWN_RAY", None)  # of a Ray that this process has
+        for name in ("MANTA_OWN_RAY", *LOOPBACK):  # of a Ray that this process may have
+            self.env.pop(name, None)
         switch = f"{tag}sw"
         _ip("netns", "add", switch)
         _ip("-n", switch, "link", "add", "br0", "type", "bridge")

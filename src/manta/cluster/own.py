@@ -17,7 +17,7 @@ MARK = "manta.lock"
 """In Ray's session folder: ours, and locked for as long as the process lives that started this Ray."""
 
 # Ray's switch for macOS and Windows, where it has always kept to 127.0.0.1; `_node_ip_address` is resolved away from it.
-_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 @contextmanager
@@ -28,8 +28,8 @@ def on_loopback() -> Iterator[None]:
         return
     from ray._private import ray_constants
 
-    before = {name: os.environ.get(name) for name in _LOOPBACK}, ray_constants.ENABLE_RAY_CLUSTER
-    os.environ.update(_LOOPBACK)
+    before = {name: os.environ.get(name) for name in LOOPBACK}, ray_constants.ENABLE_RAY_CLUSTER
+    os.environ.update(LOOPBACK)
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:
         yield
