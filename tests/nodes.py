@@ -19,6 +19,8 @@ from typing import Any
 from manta.cluster.own import LOOPBACK
 
 NET = "10.77.0"
+OWN_RAY = "MANTA_OWN_RAY", *LOOPBACK
+"""Environment variables of a Ray of its own that the test process may have: another Ray must not inherit them."""
 # Nodes that are gone are noticed within 3 s.
 _ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",
@@ -58,7 +60,7 @@ class Nodes:
         )  # names of Ray's sockets have a limit, pytest's folders are long
         (folder / "home").mkdir()
         self.env = {**os.environ, **_ENVIRONMENT, "HOME": str(folder / "home")}
-        for name in ("MANTA_OWN_RAY", *LOOPBACK):  # of a Ray that this process may have
+        for name in OWN_RAY:
             self.env.pop(name, None)
         switch = f"{tag}sw"
         _ip("netns", "add", switch)

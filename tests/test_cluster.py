@@ -19,6 +19,7 @@ from manta import cluster
 from manta.config import Cluster
 from manta.errors import FAILED, INVALID, MantaError
 from tests.conftest import ROOT, Lab, history, wait_for
+from tests.nodes import OWN_RAY
 
 SHORT = ("cluster=existing", "training.epochs=1", "training.limit_train_batches=3", "training.test=false")
 TOKEN = "0123456789abcdef0123456789abcdef0123456789abcdef"
@@ -45,7 +46,7 @@ class Head:
 
 def environment(folder: Path, **auth: str) -> dict[str, str]:
     """Ours, without what would lead to another Ray or to another token."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_") and name not in OWN_RAY}
     return {**kept, "RAY_TMPDIR": str(folder), "HOME": str(folder), **auth}
 
 
