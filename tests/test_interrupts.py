@@ -85,6 +85,7 @@ def test_before_training_has_begun(lab: Lab) -> None:
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output
     assert not (lab.latest.path / "workers.json").exists(), "it went on until training began"
+    assert "No worker trains right now, so there is nothing to save." in output
     assert lab.latest.read("status.json")["state"] == "interrupted"
     assert "Traceback" not in output
     _, alive = psutil.wait_procs(family, timeout=20)
@@ -102,6 +103,7 @@ def test_a_second_signal_stops_at_once(lab: Lab) -> None:
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 130, output
+    assert "SIGINT once more: stopping at once." in output
     assert lab.latest.read("status.json")["state"] == "interrupted"
 
 

@@ -95,11 +95,13 @@ class Interrupts:
         if number != signal.SIGINT and before[0] == number and time.monotonic() - before[1] < SAME_S:
             return
         self.count += 1
+        name = signal.Signals(number).name
         if self.count > 1 or self.ask is None:
+            self.say(f"{name}{' once more' if self.count > 1 else ''}: stopping at once.")
             for each in _SIGNALS:  # what ends now ends undisturbed
                 signal.signal(each, signal.SIG_IGN)
             raise KeyboardInterrupt
-        self.say(f"{signal.Signals(number).name}: stopping after a checkpoint (once more stops at once)")
+        self.say(f"{name}: stopping after a checkpoint (once more stops at once)")
         self.ask()
 
 
@@ -378,7 +380,7 @@ class Launch:
 
     def _on_ray(self, needs: Needs, run: RunDir) -> str:
         self.interrupts.listen()
-        self.interrupts.ask = lambda: _ask_to_stop(run)
+        self.interrupts.ask = partial(_ask_to_stop, run, self.view.say)
         tail = Tail(run)
 
         def draw() -> None:
@@ -410,9 +412,10 @@ def _train(mine: Any, config: Config) -> str:
     return session.train(mine, config)
 
 
-def _ask_to_stop(run: RunDir) -> None:
+def _ask_to_stop(run: RunDir, say: Callable[[str], None]) -> None:
     run.stop_file.touch()
-    if not runs.is_locked(run):  # no rank trains yet: nothing to save
+    if not runs.is_locked(run):
+        say("No worker trains right now, so there is nothing to save.")
         raise KeyboardInterrupt
 
 
