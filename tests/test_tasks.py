@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from sklearn.metrics import mean_absolute_error, r2_score, root_mean_squared_error
@@ -177,6 +178,24 @@ def test_a_prompt_is_for_language_models(lab: Lab) -> None:
     run = lab.run("scaling=in_process", "training.epochs=1")
     with pytest.raises(MantaError, match=r"prompt='a' is for a language model.*trained for Classification"):
         predict(Arguments(run=str(run), prompt="a"), ROOT / "conf")
+
+
+def test_tokens_that_are_not_bytes(lab: Lab) -> None:
+    """They are predicted, but nobody knows how they are written."""
+    tiny = (
+        "data=text",
+        "data.dataset.max_bytes=20_000",
+        "data.input_shape=[8]",
+        "model=gpt",
+        "model.dim=8",
+        "model.heads=1",
+    )
+    run = lab.run("scaling=in_process", *tiny, "data.num_classes=300", "training.max_steps=2", "training.test=false")
+    with pytest.raises(MantaError, match="data=text has 300 tokens, so they are not bytes"):
+        predict(Arguments(run=str(run), prompt="import"), ROOT / "conf")
+    output = lab.folder / "predictions.parquet"
+    assert predict(Arguments(run=str(run), output=str(output)), ROOT / "conf") == 0
+    assert {"prediction", "p_299"} <= set(pd.read_parquet(output).columns)
 
 
 def test_gpt_sees_no_further_than_here() -> None:

@@ -65,13 +65,22 @@ CASES = {
         "search.space.recipe.settings.learning_rate=loguniform(0.03, 0.5)", precision="fp32", extra=True,
     ),
     "lightning": Case(("recipe=lightning", "training.epochs=4"), 0.93, 1e-4, extra=True),
-    "transformers": Case(
+    "transformers-language": Case(
         (
             "recipe=transformers", "data=text", "data.dataset.max_bytes=600_000", "data.input_shape=[32]", "data.batch_size=16",
             "recipe.settings.model={model_type: gpt2, n_layer: 1, n_head: 2, n_embd: 32, resid_pdrop: 0, embd_pdrop: 0, attn_pdrop: 0}",
             "training.limit_train_batches=50", "training.max_steps=300", "optimizer.lr=3e-3",
         ),
         4.5, 1e-3, "search.space.optimizer.weight_decay=loguniform(1e-3, 1)", precision="fp32", extra=True,
+    ),
+    "transformers-classification": Case(  # 0.54 without having learned anything
+        (
+            "recipe=transformers", "recipe/task=classification", "data=snippets", "data.dataset.packages=[unittest,xml]",
+            "data.num_classes=2", "data.input_shape=[32]", "data.batch_size=64", "training.limit_train_batches=75", "optimizer.lr=6e-3",
+            "recipe.settings.model={model_type: gpt2, n_layer: 1, n_head: 4, n_embd: 32, resid_pdrop: 0, embd_pdrop: 0, attn_pdrop: 0}",
+            "training.max_steps=450",
+        ),
+        0.62, 1e-3, "search.space.optimizer.weight_decay=loguniform(1e-3, 1)", precision="fp32", extra=True,
     ),
     "deepspeed": Case(("recipe=deepspeed", "training.epochs=4"), 0.92, 2e-2, tests=False, precision="fp32", extra=True),
 }  # fmt: skip

@@ -1,6 +1,7 @@
 """A small GPT."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +80,12 @@ def _initialise(module: nn.Module) -> None:
 
 @torch.no_grad()
 def generate(
-    model: nn.Module, prompt: Tensor, length: int, context: int, temperature: float, generator: torch.Generator
+    model: Callable[[Tensor], Tensor],
+    prompt: Tensor,
+    length: int,
+    context: int,
+    temperature: float,
+    generator: torch.Generator,
 ) -> Tensor:
     """`length` more tokens after `prompt` (n,) int64, one by one; all of them, (n + length,).
 

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from manta.config import Config
 from manta.errors import MantaError
-from manta.recipes.extras import needs
+from manta.recipes.extras import needs, use_device
 from manta.recipes.script import Run, Script
 from manta.session import Session
 from manta.training.record import Record
@@ -28,6 +28,7 @@ class Accelerated(Run):
         from accelerate.state import AcceleratorState
 
         super().__init__(session, config, record, checkpoint)
+        use_device(session.device.type)
         AcceleratorState._reset_state(reset_partial_state=True)  # of the trial that this process trained before
         os.environ.setdefault(
             "OMP_NUM_THREADS", str(os.cpu_count())

@@ -25,7 +25,7 @@ from manta.recipes import Outline, Prediction
 from manta.search.domains import read
 from manta.session import Session
 from manta.training.checkpoint import find_checkpoint
-from manta.training.evaluation import make_loader, predictions
+from manta.training.evaluation import make_loader, predictions, to_evaluate
 from manta.training.loop import epoch_length
 from manta.training.record import Record
 from manta.training.sampler import epoch_order
@@ -194,9 +194,7 @@ class BoostingRecipe(ABC):
         aim = self._aim(config)
         data, score = _splits(config, aim.task), self.scorer(session, aim, checkpoint)
         found: dict[str, float] = {}
-        for split in splits or [split for split in ("val", "test") if getattr(data, split) is not None]:
-            if getattr(data, split) is None:
-                raise MantaError(f"splits=[{split}]: data set {config.data.name} has no {split} split.")
+        for split in to_evaluate(config, data, splits):
             inputs, targets = _share(session, _read(session, config, data, split))
             outputs = score(inputs) if len(inputs) else aim.outputs(np.zeros((0, aim.trees), np.float32))
             found |= _measure(session, aim.task, split, outputs, targets)

@@ -20,7 +20,7 @@ from manta.checkpoints import Damaged
 from manta.config import Config
 from manta.errors import MantaError
 from manta.recipes import Outline
-from manta.recipes.extras import needs
+from manta.recipes.extras import needs, use_device
 from manta.recipes.script import Run, Script
 from manta.session import Session
 from manta.training.record import Record
@@ -170,8 +170,7 @@ class DeepSpeed(Script):
         return Outline([*outline.rows, ("deepspeed", f"ZeRO stage {stage}")], outline.total_steps)
 
     def run(self, session: Session, config: Config, record: Record | None, checkpoint: Path | None) -> Run:
-        if session.device.type == "cpu":
-            os.environ["DS_ACCELERATOR"] = "cpu"
+        use_device(session.device.type)
         if not dist.is_initialized():  # in process, or one worker of a search
             library: Any = dist  # which does not export it to type checkers
             dist.init_process_group("gloo", store=library.HashStore(), rank=0, world_size=1)

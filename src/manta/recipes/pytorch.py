@@ -12,11 +12,10 @@ from manta.data import AnySet, Splits
 from manta.data.load import load_splits
 from manta.data.transforms import build_transforms
 from manta.errors import MantaError
-from manta.models.gpt import generate
 from manta.recipes import Outline, Prediction
 from manta.session import Session
 from manta.training.checkpoint import load_checkpoint
-from manta.training.evaluation import Evaluator, predictions
+from manta.training.evaluation import Evaluator, predictions, text, to_evaluate
 from manta.training.learner import build_model, build_optimizer, build_scheduler, empty_batch, load_weights, on_meta
 from manta.training.loop import Loop, training_length
 from manta.training.memory import settled_for
@@ -61,10 +60,7 @@ class PyTorchRecipe:
 
     def evaluate(self, session: Session, config: Config, checkpoint: Path, splits: list[str]) -> dict[str, float]:
         data = _splits(config)
-        splits = splits or [split for split in ("val", "test") if getattr(data, split) is not None]
-        for split in splits:
-            if getattr(data, split) is None:
-                raise MantaError(f"splits=[{split}]: data set {config.data.name} has no {split} split.")
+        splits = to_evaluate(config, data, splits)
         config = settled_for(config, checkpoint)
         evaluator, model = Evaluator(session, config, data, make_task(config)), _trained(session, config, checkpoint)
         found: dict[str, float] = {}
@@ -86,13 +82,7 @@ class PyTorchRecipe:
         temperature: float,
         seed: int,
     ) -> str:
-        start = torch.tensor(list(prompt.encode() or b"\n"), dtype=torch.int64)
-        if int(start.max()) >= config.data.num_classes:
-            raise MantaError(f"prompt={prompt!r} has bytes that are not among the {config.data.num_classes} tokens.")
-        model, random = _trained(session, config, checkpoint), torch.Generator().manual_seed(seed)
-        context = config.data.input_shape[0]
-        found = generate(model, start.to(session.device), length, context, temperature, random)
-        return bytes(found.tolist()).decode(errors="replace")
+        return text(session, config, _trained(session, config, checkpoint), prompt, length, temperature, seed)
 
     def export(self, config: Config, checkpoint: Path) -> tuple[nn.Module, torch.Tensor]:
         model = build_model(config)

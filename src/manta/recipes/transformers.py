@@ -14,7 +14,7 @@ from manta.config import Config
 from manta.data import AnySet, Splits
 from manta.errors import FAILED, MantaError
 from manta.recipes import Outline, Prediction
-from manta.recipes.extras import needs
+from manta.recipes.extras import needs, use_device
 
 needs("transformers", "transformers", "accelerate")
 
@@ -26,7 +26,7 @@ from manta.data.load import load_splits  # noqa: E402
 from manta.session import Session  # noqa: E402
 from manta.targets import bind  # noqa: E402
 from manta.training.checkpoint import find_checkpoint  # noqa: E402
-from manta.training.evaluation import Evaluator, make_loader, predictions  # noqa: E402
+from manta.training.evaluation import Evaluator, make_loader, predictions, text, to_evaluate  # noqa: E402
 from manta.training.learner import build_optimizer, build_scheduler  # noqa: E402
 from manta.training.loop import epoch_length, training_length  # noqa: E402
 from manta.training.precision import Precision  # noqa: E402
@@ -126,9 +126,9 @@ class TransformersRecipe:
         bind("recipe.settings.arguments", TrainingArguments, (), self.arguments)
         rows = []
         optimized: nn.Module = nn.Linear(1, 1)
-        if isinstance(self.model, dict):
+        if isinstance(self.model, dict) or look_at_data:
             with torch.device("meta"):
-                optimized = self._model(config, task)
+                optimized = self._model(config, task, meant=True)
             parameters = sum(p.numel() for p in optimized.parameters())
             rows.append(("model", f"{type(optimized).__name__}, {parameters:,} parameters"))
         else:
@@ -177,19 +177,27 @@ class TransformersRecipe:
     def _splits(self, config: Config) -> Splits:
         return load_splits(config.data, config.allowed_targets, make_task(config).check_targets)
 
-    def _model(self, config: Config, task: Task, start: Path | None = None) -> nn.Module:
+    def _model(self, config: Config, task: Task, checkpoint: Path | None = None, meant: bool = False) -> nn.Module:
         """The model at its start, or with the weights of a checkpoint.
 
+        Args:
+            meant: only what it will be: without the weights of a hub or a folder.
+
         Raises:
-            MantaError: Hugging Face does not know it, or refuses its values.
+            MantaError: Hugging Face does not know it, cannot get it, or refuses its values.
         """
         classes = isinstance(task, Classification)
         auto: Any = transformers.AutoModelForSequenceClassification if classes else transformers.AutoModelForCausalLM
         more = {"num_labels": config.data.num_classes, "pad_token_id": 0} if classes else {}
         quiet()
         try:
-            if start is not None or isinstance(self.model, str):
-                return auto.from_pretrained(start or self.model, **more)
+            if checkpoint is not None:
+                return auto.from_pretrained(checkpoint, **more)
+            if isinstance(self.model, str):
+                if meant:
+                    return auto.from_config(AutoConfig.from_pretrained(self.model, **more))
+                # As saved it may be in half precision, which optimizers do not train well; autocast halves what may be.
+                return auto.from_pretrained(self.model, dtype=torch.float32, **more)
             values = {"vocab_size": config.data.num_classes if not classes else 256, **more, **self.model}
             return auto.from_config(AutoConfig.for_model(values.pop("model_type", ""), **values))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -206,20 +214,30 @@ class TransformersRecipe:
 
     def evaluate(self, session: Session, config: Config, checkpoint: Path, splits: list[str]) -> dict[str, float]:
         data = self._splits(config)
-        for split in splits:
-            if getattr(data, split) is None:
-                raise MantaError(f"splits=[{split}]: data set {config.data.name} has no {split} split.")
+        splits = to_evaluate(config, data, splits)
         evaluator, model = (
             Evaluator(session, config, data, make_task(config)),
             self._logits(session, config, checkpoint),
         )
         found: dict[str, float] = {}
-        for split in splits or [name for name in ("val", "test") if getattr(data, name) is not None]:
+        for split in splits:
             found |= evaluator(model, split)
         return found
 
     def predict(self, session: Session, config: Config, checkpoint: Path, dataset: AnySet) -> Iterator[Prediction]:
         return predictions(session, config, self._logits(session, config, checkpoint), dataset, make_task(config))
+
+    def generate(
+        self,
+        session: Session,
+        config: Config,
+        checkpoint: Path,
+        prompt: str,
+        length: int,
+        temperature: float,
+        seed: int,
+    ) -> str:
+        return text(session, config, self._logits(session, config, checkpoint), prompt, length, temperature, seed)
 
 
 def quiet() -> None:
@@ -333,6 +351,7 @@ class _Run:
         precision = Precision.make(settings.precision, session.device)
         model = precision.cast(self.recipe._model(config, self.task).to(session.device))
         optimizer = build_optimizer(config, model)
+        use_device(session.device.type)
         AcceleratorState._reset_state(reset_partial_state=True)  # of an earlier run in this process
         cpu = session.device.type == "cpu"
         arguments = TrainingArguments(

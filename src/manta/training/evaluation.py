@@ -10,6 +10,8 @@ from manta.config import Config
 from manta.data import AnySet, Splits, TensorSet
 from manta.data.stream import Stream
 from manta.data.transforms import build_transforms
+from manta.errors import MantaError
+from manta.models.gpt import generate
 from manta.session import Session
 from manta.training.loader import Loader, StreamLoader
 from manta.training.precision import Precision
@@ -38,6 +40,18 @@ def _loader(session: Session, config: Config, dataset: AnySet, kind: str) -> Loa
         data.num_workers,
         data.prefetch_factor,
     )
+
+
+def to_evaluate(config: Config, data: Splits, asked: list[str]) -> list[str]:
+    """The splits that are asked for; of nothing asked those of val and test that there are.
+
+    Raises:
+        MantaError: there is none of that name.
+    """
+    for split in asked:
+        if getattr(data, split) is None:
+            raise MantaError(f"splits=[{split}]: data set {config.data.name} has no {split} split.")
+    return asked or [split for split in ("val", "test") if getattr(data, split) is not None]
 
 
 class Evaluator:
@@ -95,3 +109,30 @@ def predictions(
                 logits = model(inputs)
             predicted, probabilities = task.predictions(logits)
             yield predicted.cpu(), None if probabilities is None else probabilities.cpu(), targets.cpu()
+
+
+def text(
+    session: Session, config: Config, model: nn.Module, prompt: str, length: int, temperature: float, seed: int
+) -> str:
+    """What a model of bytes makes of a prompt: see `manta.recipes.Recipe.generate`.
+
+    Raises:
+        MantaError: its tokens are not bytes, or those of the prompt are not among them.
+    """
+    data = config.data
+    if data.num_classes > 256:
+        raise MantaError(
+            f"data={data.name} has {data.num_classes} tokens, so they are not bytes, and how they are written is not known. "
+            "With output= there are its predictions: python scripts/predict.py output=predictions.parquet"
+        )
+    start = torch.tensor(list(prompt.encode() or b"\n"), dtype=torch.int64)
+    if int(start.max()) >= data.num_classes:
+        raise MantaError(f"prompt={prompt!r} has bytes that are not among the {data.num_classes} tokens.")
+    random = torch.Generator().manual_seed(seed)
+
+    def bytes_only(tokens: Tensor) -> Tensor:  # a vocabulary may be larger than what is learned
+        logits: Tensor = model(tokens)
+        return logits[..., : data.num_classes]
+
+    found = generate(bytes_only, start.to(session.device), length, data.input_shape[0], temperature, random)
+    return bytes(found.tolist()).decode(errors="replace")
