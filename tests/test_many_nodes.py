@@ -14,6 +14,7 @@ from manta.runs import RunDir
 from manta.session import clocks_apart
 from tests import nodes
 from tests.conftest import ROOT, Lab, history, summary
+from tests.test_stream import of, write
 
 several = [
     pytest.mark.drill,
@@ -80,6 +81,27 @@ class TestSeveralNodes:
         alone.folder.mkdir()
         whole = alone.run("scaling=cpu", "scaling.num_workers=3", "cluster.num_cpus=3", *RUN)
         assert history(run) == history(whole), "three ranks add in the same order anywhere"
+        assert summary(run)["test"] == summary(whole)["test"]
+
+    def test_data_that_is_streamed(self, cluster: nodes.Nodes, lab: Lab) -> None:
+        """Read on the CPU that the workers leave free, handed to three nodes: the same as on one machine."""
+        settings = (
+            *of(
+                write(lab.folder / "digits", "parquet"),
+                "data.dataset.buffer=100",
+                "data.engine=ray",
+                "data.dataset.cpus=1",
+            ),
+            "scaling.num_workers=3",
+        )
+        done = train(cluster, lab.folder, "scaling=multi_node", *settings)
+        assert done.returncode == 0, done.stdout + done.stderr
+        run = lab.latest
+        assert {rank["host"] for rank in ranks(run)} == {cluster.host(node) for node in (2, 3, 4)}
+        alone = Lab(lab.folder / "alone")
+        alone.folder.mkdir()
+        whole = alone.run("scaling=cpu", "cluster.num_cpus=4", *RUN, *settings)
+        assert history(run) == history(whole)
         assert summary(run)["test"] == summary(whole)["test"]
 
     def test_labels(self, cluster: nodes.Nodes, lab: Lab) -> None:

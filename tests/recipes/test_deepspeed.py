@@ -1,6 +1,8 @@
 """DeepSpeed's stages on several workers, and what is said when something does not fit."""
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -60,7 +62,35 @@ def test_what_does_not_fit(lab: Lab, setting: str, message: str) -> None:
         lab.launch("recipe=deepspeed", "scaling=in_process", setting)
 
 
-def test_code_in_a_checkpoint_is_refused(lab: Lab) -> None:
+def make(marker: Path) -> tuple[object, ...]:
+    return os.mkdir, (str(marker),)
+
+
+def wander(_: Path) -> tuple[object, ...]:
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    return getattr, (ZeroStageEnum, "__subclasses__")
+
+
+def member(_: Path) -> tuple[object, ...]:
+    """As some versions of Python pickle an Enum."""
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    return getattr, (ZeroStageEnum, "weights")
+
+
+@pytest.mark.parametrize(
+    ("reduced", "message"),
+    [
+        (make, "holds posix.mkdir, which could run code"),
+        (wander, "holds more than DeepSpeed puts there, which could run code"),
+        (member, None),
+    ],
+    ids=["a function", "an attribute", "of an Enum"],
+)
+def test_code_in_a_checkpoint_is_refused(
+    lab: Lab, reduced: Callable[[Path], tuple[object, ...]], message: str | None
+) -> None:
     """Also if meta.json says that it belongs there."""
     run = lab.run("recipe=deepspeed", "scaling=in_process", "training.epochs=1", "training.test=false")
     folder, marker = (run.checkpoints / "best").resolve(), lab.folder / "ran"
@@ -68,15 +98,27 @@ def test_code_in_a_checkpoint_is_refused(lab: Lab) -> None:
 
     class Bomb:
         def __reduce__(self) -> tuple[object, ...]:
-            return Path.touch, (marker,)
+            return reduced(marker)
 
-    torch.save(Bomb(), file)
+    torch.save({**torch.load(file, weights_only=False), "more": Bomb()}, file)
     meta = json.loads((folder / "meta.json").read_text())
     meta["files"][file.name] = {"bytes": file.stat().st_size, "sha256": file_hash(folder, file.name)}
     (folder / "meta.json").write_text(json.dumps(meta))
-    with pytest.raises(MantaError, match="could run code"):
-        evaluate.evaluate(evaluate.Arguments(run=str(run), storage=Storage(str(lab.folder))))
+    call = evaluate.Arguments(run=str(run), storage=Storage(str(lab.folder)))
+    if message is None:
+        assert evaluate.evaluate(call) == FINISHED
+    else:
+        with pytest.raises(MantaError, match=message):
+            evaluate.evaluate(call)
     assert not marker.exists()
+
+
+def test_others_in_the_process_are_not_one_of_many(lab: Lab) -> None:
+    settings = ("scaling=in_process", "training.epochs=1")
+    runs = [lab.run(f"recipe={name}", *settings) for name in ("deepspeed", "accelerate", "deepspeed", "lightning")]
+    assert not {"LOCAL_RANK", "RANK", "WORLD_SIZE"} & set(os.environ)
+    values = [summary(each)["objective"]["value"] for each in runs]
+    assert values[0] == values[2] == pytest.approx(values[1], abs=0.02) == pytest.approx(values[3], abs=0.02)
 
 
 def test_nothing_lies_about(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:

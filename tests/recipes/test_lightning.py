@@ -4,9 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -20,7 +17,7 @@ from manta.errors import MantaError
 from manta.recipes import make_recipe
 from manta.runs import RunDir
 from tests import wandb_files
-from tests.conftest import ROOT, Lab, history, make_config, summary
+from tests.conftest import ROOT, Lab, history, make_config, summary, wait_for
 from tests.test_resume import kill_at, never
 
 pytestmark = pytest.mark.recipes
@@ -240,19 +237,21 @@ def test_extended(lab: Lab) -> None:
         assert found == [line for line in history(whole) if "train/loss" in line]
 
 
-def test_interrupted(lab: Lab) -> None:
+@pytest.mark.parametrize("scaling", [("scaling=in_process",), TWO], ids=["in process", "two workers"])
+def test_interrupted(lab: Lab, scaling: tuple[str, ...], request: pytest.FixtureRequest) -> None:
     """SIGTERM: a checkpoint, exit code 130, and the same run after all."""
     slow = "data.transforms.train=[{_target_: tests.faults.Slow, seconds: 0.05}]"
-    whole = lab.run("scaling=in_process", slow.replace("0.05", "0.0"), *RESUMED)
-    process = lab.start("scaling=in_process", slow, *RESUMED)
-    while not (lab.latest.path / "checkpoints" / "last").exists() or lab.latest.path == whole.path:
-        assert process.poll() is None, process.communicate()[0]
+    process = lab.start(*scaling, slow, *RESUMED)
+    wait_for(lambda: (lab.folder / "latest").exists() and (lab.latest.checkpoints / "last").exists(), process, 100)
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 130, said
     assert lab.latest.read("status.json")["state"] == "interrupted"
+    run = lab.latest
+    if scaling is TWO:
+        request.getfixturevalue("ray_cluster")
     assert lab.launch("resume=latest") == 0
-    assert history(lab.latest) == history(whole)
+    assert history(run) == history(lab.run(*scaling, slow.replace("0.05", "0.0"), *RESUMED))
 
 
 # --- what else a run does --------------------------------------------------------------------------------------------
@@ -338,25 +337,6 @@ def test_refused(lab: Lab, given: tuple[str, ...], words: tuple[str, ...]) -> No
         lab.launch("recipe=lightning", *scaling, "training.epochs=1", *given)
     for word in words:
         assert word in str(refused.value)
-
-
-def test_without_the_package(tmp_path: Path) -> None:
-    hide = tmp_path / "sitecustomize.py"
-    hide.write_text(
-        "import importlib.util as u\nfind = u.find_spec\n"
-        "u.find_spec = lambda name, *rest: None if name == 'lightning' else find(name, *rest)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), "recipe=lightning", "scaling=in_process", f"storage.path={tmp_path}"],
-        capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}/src"},
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert (
-        "recipe=lightning needs lightning, which is not installed: pip install -e '.[lightning]'"
-        in done.stderr + done.stdout
-    )
-    assert "Traceback" not in done.stderr
 
 
 def test_the_recipe_is_found() -> None:

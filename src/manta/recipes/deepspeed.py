@@ -8,13 +8,17 @@ import math
 import os
 import shutil
 from collections.abc import Iterator
+from enum import Enum
+from importlib import import_module
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.serialization import get_unsafe_globals_in_checkpoint
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from manta.checkpoints import Damaged
 from manta.config import Config
@@ -30,12 +34,15 @@ needs("deepspeed", "deepspeed")
 OURS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "bf16", "fp16",
         "optimizer", "scheduler")  # fmt: skip
 """What other settings of Manta say."""
-DEEPSPEEDS = (
-    "deepspeed.runtime.fp16.loss_scaler.",
-    "deepspeed.runtime.zero.config.",
-    "deepspeed.utils.tensor_fragment.",
-)
-"""Where the classes come from that its checkpoints hold."""
+DEEPSPEEDS = {
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+}
+"""The classes that its checkpoints hold."""
+GETATTR = "builtins.getattr"
+"""With which some versions of Python (3.11.2) pickle the members of an Enum."""
 
 
 class Sped(Run):
@@ -130,9 +137,25 @@ def _refuse_code(file: Path) -> None:
     Raises:
         Damaged: one holds more than tensors, plain values and what DeepSpeed itself puts there.
     """
-    strange = [name for name in get_unsafe_globals_in_checkpoint(str(file)) if not name.startswith(DEEPSPEEDS)]
-    if strange:
-        raise Damaged(file.parent, f"{file.name} holds {strange[0]}, which could run code")
+    try:
+        names = set(get_unsafe_globals_in_checkpoint(str(file)))
+        if strange := sorted(names - DEEPSPEEDS - {GETATTR}):
+            raise Damaged(file.parent, f"{file.name} holds {strange[0]}, which could run code")
+        if GETATTR in names:
+            known = [
+                getattr(import_module(module), name) for module, _, name in (n.rpartition(".") for n in DEEPSPEEDS)
+            ]
+            with safe_globals([*known, (_member, GETATTR)]):
+                torch.load(file, weights_only=True, mmap=True, map_location="meta")
+    except UnpicklingError as error:
+        raise Damaged(file.parent, f"{file.name} holds more than DeepSpeed puts there, which could run code") from error
+
+
+def _member(kind: Any, name: str) -> Enum:
+    """What getattr may be used for."""
+    if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
+        raise UnpicklingError(name)
+    return kind[name]
 
 
 class _Steps:
@@ -169,13 +192,36 @@ class DeepSpeed(Script):
         stage = self.settings.get("zero_optimization", {}).get("stage", 0)
         return Outline([*outline.rows, ("deepspeed", f"ZeRO stage {stage}")], outline.total_steps)
 
+    def train(self, session: Session, config: Config) -> dict[str, Any]:
+        with _launched(session):
+            return super().train(session, config)
+
+    def evaluate(self, session: Session, config: Config, checkpoint: Path, splits: list[str]) -> dict[str, float]:
+        with _launched(session):
+            return super().evaluate(session, config, checkpoint, splits)
+
     def run(self, session: Session, config: Config, record: Record | None, checkpoint: Path | None) -> Run:
         use_device(session.device.type)
-        if not dist.is_initialized():  # in process, or one worker of a search
-            library: Any = dist  # which does not export it to type checkers
-            dist.init_process_group("gloo", store=library.HashStore(), rank=0, world_size=1)
-            os.environ.update(LOCAL_RANK="0", RANK="0", WORLD_SIZE="1")
         return Sped(session, config, record, checkpoint, self.settings)
+
+
+@contextlib.contextmanager
+def _launched(session: Session) -> Iterator[None]:
+    """With what DeepSpeed's own launcher sets; left behind it would tell others in this process that they are one of many.
+
+    And with a process group also where there is one process, in process or a trial. It stays: DeepSpeed remembers it for ever.
+    """
+    ranks = {"LOCAL_RANK": session.local_rank, "RANK": session.rank, "WORLD_SIZE": session.world_size}
+    before = {name: os.environ.get(name) for name in ranks}
+    os.environ.update({name: str(value) for name, value in ranks.items()})
+    if not dist.is_initialized():
+        library: Any = dist  # which does not export it to type checkers
+        dist.init_process_group("gloo", store=library.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 @contextlib.contextmanager
