@@ -413,8 +413,9 @@ def _train(mine: Any, config: Config) -> str:
 
 
 def _ask_to_stop(run: RunDir, say: Callable[[str], None]) -> None:
+    trains = runs.is_locked(run)  # looked at first: told to stop, it may have stopped before we look
     run.stop_file.touch()
-    if not runs.is_locked(run):
+    if not trains:
         say("No worker trains right now, so there is nothing to save.")
         raise KeyboardInterrupt
 
