@@ -139,11 +139,12 @@ def _text(arguments: Arguments, run: runs.RunDir, config: Config, checkpoint: Pa
     """The prompt and what the model makes of it, fit for a terminal."""
     from manta.recipes import make_recipe
     from manta.session import plain
+    from manta.training.evaluation import Prompt
 
     prompt = "\n" if arguments.prompt is None else arguments.prompt
     session = plain(run, arguments.use_gpu, stop=lambda: False)
-    drawn = arguments.length, arguments.temperature, arguments.seed
-    text = make_recipe(config).generate(session, config, checkpoint, prompt, *drawn)
+    asked = Prompt(prompt, arguments.length, arguments.temperature, arguments.seed)
+    text = make_recipe(config).generate(session, config, checkpoint, asked)
     return "".join(each if each.isprintable() or each in "\n\t" else "\N{REPLACEMENT CHARACTER}" for each in text)
 
 

@@ -11,6 +11,7 @@ from manta.config import Config
 from manta.data import AnySet
 from manta.session import Session
 from manta.targets import build
+from manta.training.evaluation import Prompt
 
 
 @dataclass
@@ -72,18 +73,8 @@ class Recipe(Protocol):
         """
         ...
 
-    def generate(
-        self,
-        session: Session,
-        config: Config,
-        checkpoint: Path,
-        prompt: str,
-        length: int,
-        temperature: float,
-        seed: int,
-    ) -> str:
-        """In one process: a text that begins with the prompt, and `length` tokens more, drawn at a temperature (0 = the most
-        probable ones).
+    def generate(self, session: Session, config: Config, checkpoint: Path, prompt: Prompt) -> str:
+        """In one process: a text that begins with the prompt's.
 
         May be left out: a recipe that models no language.
         """

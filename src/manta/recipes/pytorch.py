@@ -15,7 +15,7 @@ from manta.errors import MantaError
 from manta.recipes import Outline, Prediction
 from manta.session import Session
 from manta.training.checkpoint import load_checkpoint
-from manta.training.evaluation import Evaluator, predictions, text, to_evaluate
+from manta.training.evaluation import Evaluator, Prompt, continued, predictions, to_evaluate
 from manta.training.learner import build_model, build_optimizer, build_scheduler, empty_batch, load_weights, on_meta
 from manta.training.loop import Loop, training_length
 from manta.training.memory import settled_for
@@ -72,17 +72,8 @@ class PyTorchRecipe:
         config = settled_for(config, checkpoint)
         return predictions(session, config, _trained(session, config, checkpoint), dataset, make_task(config))
 
-    def generate(
-        self,
-        session: Session,
-        config: Config,
-        checkpoint: Path,
-        prompt: str,
-        length: int,
-        temperature: float,
-        seed: int,
-    ) -> str:
-        return text(session, config, _trained(session, config, checkpoint), prompt, length, temperature, seed)
+    def generate(self, session: Session, config: Config, checkpoint: Path, prompt: Prompt) -> str:
+        return continued(session, config, _trained(session, config, checkpoint), prompt)
 
     def export(self, config: Config, checkpoint: Path) -> tuple[nn.Module, torch.Tensor]:
         model = build_model(config)

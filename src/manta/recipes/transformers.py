@@ -26,7 +26,7 @@ from manta.data.load import load_splits  # noqa: E402
 from manta.session import Session  # noqa: E402
 from manta.targets import bind  # noqa: E402
 from manta.training.checkpoint import find_checkpoint  # noqa: E402
-from manta.training.evaluation import Evaluator, make_loader, predictions, text, to_evaluate  # noqa: E402
+from manta.training.evaluation import Evaluator, Prompt, continued, make_loader, predictions, to_evaluate  # noqa: E402
 from manta.training.learner import build_optimizer, build_scheduler  # noqa: E402
 from manta.training.loop import epoch_length, training_length  # noqa: E402
 from manta.training.precision import Precision  # noqa: E402
@@ -227,17 +227,8 @@ class TransformersRecipe:
     def predict(self, session: Session, config: Config, checkpoint: Path, dataset: AnySet) -> Iterator[Prediction]:
         return predictions(session, config, self._logits(session, config, checkpoint), dataset, make_task(config))
 
-    def generate(
-        self,
-        session: Session,
-        config: Config,
-        checkpoint: Path,
-        prompt: str,
-        length: int,
-        temperature: float,
-        seed: int,
-    ) -> str:
-        return text(session, config, self._logits(session, config, checkpoint), prompt, length, temperature, seed)
+    def generate(self, session: Session, config: Config, checkpoint: Path, prompt: Prompt) -> str:
+        return continued(session, config, self._logits(session, config, checkpoint), prompt)
 
 
 def quiet() -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -111,10 +112,21 @@ def predictions(
             yield predicted.cpu(), None if probabilities is None else probabilities.cpu(), targets.cpu()
 
 
-def text(
-    session: Session, config: Config, model: nn.Module, prompt: str, length: int, temperature: float, seed: int
-) -> str:
-    """What a model of bytes makes of a prompt: see `manta.recipes.Recipe.generate`.
+@dataclass(frozen=True)
+class Prompt:
+    """What a language model is to continue, and how."""
+
+    text: str
+    length: int
+    """Tokens that are written."""
+    temperature: float
+    """0 = always the most probable one."""
+    seed: int
+    """Of the draws."""
+
+
+def continued(session: Session, config: Config, model: nn.Module, prompt: Prompt) -> str:
+    """A prompt and what a model of bytes makes of it.
 
     Raises:
         MantaError: its tokens are not bytes, or those of the prompt are not among them.
@@ -125,14 +137,15 @@ def text(
             f"data={data.name} has {data.num_classes} tokens, so they are not bytes, and how they are written is not known. "
             "With output= there are its predictions: python scripts/predict.py output=predictions.parquet"
         )
-    start = torch.tensor(list(prompt.encode() or b"\n"), dtype=torch.int64)
+    start = torch.tensor(list(prompt.text.encode() or b"\n"), dtype=torch.int64)
     if int(start.max()) >= data.num_classes:
-        raise MantaError(f"prompt={prompt!r} has bytes that are not among the {data.num_classes} tokens.")
-    random = torch.Generator().manual_seed(seed)
+        raise MantaError(f"prompt={prompt.text!r} has bytes that are not among the {data.num_classes} tokens.")
+    random = torch.Generator().manual_seed(prompt.seed)
 
     def bytes_only(tokens: Tensor) -> Tensor:  # a vocabulary may be larger than what is learned
         logits: Tensor = model(tokens)
         return logits[..., : data.num_classes]
 
-    found = generate(bytes_only, start.to(session.device), length, data.input_shape[0], temperature, random)
+    start, context = start.to(session.device), data.input_shape[0]
+    found = generate(bytes_only, start, prompt.length, context, prompt.temperature, random)
     return bytes(found.tolist()).decode(errors="replace")
